@@ -189,9 +189,7 @@ def test_a_blocked_head_is_passed_by_a_bounded_amount_of_others() -> None:
 @pytest.mark.parametrize(
     ("num_large", "num_large_blocks", "is_received"), [(1, 99, False), (12, 98, False), (1, 98, True), (12, 99, True)]
 )
-def test_a_prompt_that_cannot_fit_beside_lost_blocks_holds_nobody_up(
-    num_large: int, num_large_blocks: int, is_received: bool
-) -> None:
+def test_a_prompt_beside_lost_blocks_holds_nobody_up(num_large: int, num_large_blocks: int, is_received: bool) -> None:
     """A sender that is alive never confirms a lease: its blocks stay in quarantine, and no end of others frees them."""
     rng = random.Random(10)
     world = PressureWorld(num_blocks=100, handoff_timeout_s=4.0, lease_ttl_s=3.0)

@@ -103,7 +103,6 @@ def call_interface(
 
     class Backend:
         name = "case"
-
         long_context = 1
 
         def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any, **__: Any) -> None:

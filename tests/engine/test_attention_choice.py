@@ -68,9 +68,7 @@ def test_a_backend_can_be_forced() -> None:
         ("auto", Device(kind="cuda", capability=(7, 5), has_triton=True), PLAIN, "8.0, and this GPU has 7.5"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_reason(
-    wanted: str, device: Device, layer: LayerAttention, message: str
-) -> None:
+def test_what_cannot_run_is_refused(wanted: str, device: Device, layer: LayerAttention, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose(wanted, device, layer)
 

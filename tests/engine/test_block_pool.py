@@ -45,7 +45,7 @@ def pool_of_two_chains() -> BlockPool:
 
 
 @pytest.mark.parametrize("again", ["", "hit", "pin"])
-def test_evicts_tail_blocks_first_the_oldest_chain_before_and_pins_last(again: str) -> None:
+def test_evicts_tail_blocks_first_and_the_oldest_chain_before(again: str) -> None:
     pool = pool_of_two_chains()
     if again == "hit":
         pool.release(pool.acquire_cached([digest(1), digest(2)]))

@@ -99,9 +99,7 @@ def test_longrope_is_served_as_far_as_its_frequencies_are_fixed(tmp_path: Path) 
         ({"pool_bytes": 100_000, "max_model_len": 512}, "does not fit the KV pool"),
     ],
 )
-def test_a_bad_setting_is_a_config_error(
-    settings: dict[str, Any], message: str, model_folder: Callable[[str], Path]
-) -> None:
+def test_a_bad_setting_is_named(settings: dict[str, Any], message: str, model_folder: Callable[[str], Path]) -> None:
     options = {"model": str(model_folder("llama")), "device": "cpu", "dtype": "float32", **settings}
     with pytest.raises(ConfigError, match=message):
         Engine(EngineConfig(**options))
@@ -386,9 +384,7 @@ def test_a_sequence_that_raises_ends_alone(
     assert [output(sequence) for sequence in good] == generate(build_engine(), prompts)
 
 
-def test_failures_of_every_sequence_are_the_engines_after_some_steps(
-    build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_of_all_in_turn_are_the_engines(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine()
     run = engine.runner.run
     error = RuntimeError("out of memory")

@@ -108,9 +108,7 @@ def separate(engine: Engine, prompt: list[int], num_answers: int, **sampling: An
         (32, {"num_prompt_logprobs": 0, "num_logprobs": 0}),
     ],
 )
-def test_forks_get_the_tokens_of_separate_requests(
-    length: int, fields: dict[str, Any], build_engine: BuildEngine
-) -> None:
+def test_forks_are_as_separate_requests(length: int, fields: dict[str, Any], build_engine: BuildEngine) -> None:
     prompt, engine = make_prompt(length), build_engine(max_num_batched_tokens=24)
     found = forked(engine, prompt, 4, **fields)
     assert found == separate(build_engine(), prompt, 4, **fields)
@@ -227,9 +225,7 @@ def test_an_answer_that_ends_at_once_ends_alone(build_engine: BuildEngine) -> No
     assert found == separate(build_engine(), prompt, 8, stop_token_ids=(stop,))
 
 
-def test_a_prompt_that_cannot_be_computed_fails_with_its_forks(
-    build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_prompt_fails_with_its_forks(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine()
     run = engine.runner.run
 

@@ -153,9 +153,7 @@ def buffers_of(engine: Engine) -> list[Tensor]:
     return buffers
 
 
-def test_a_graph_reads_nothing_that_may_change_or_go(
-    build_graphed: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_reads_nothing_that_may_change(build_graphed: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.engine.cpu.optimize.optimize", lambda module, **_: None)  # it keeps weights of its own
     engine = build_graphed()
     module = engine.model.module
@@ -190,9 +188,7 @@ class StaleRecorder(HostGraphRecorder):
         pass
 
 
-def test_a_graph_that_computes_something_else_is_not_used(
-    build_engine: BuildEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_graph_that_computes_wrong_is_not_used(build_engine: BuildEngine, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine = build_engine(make_recorder=lambda _: StaleRecorder(), max_num_seqs=4)
     assert engine.runner.graphs is None

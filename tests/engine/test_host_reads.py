@@ -19,9 +19,7 @@ READERS = ("llama, dynamic rope", "jetmoe")  # their own code does
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2, sliding", "gemma2", "mixtral", "deepseek_v3", "gpt_oss", "opt", *READERS]
 )
-def test_a_forward_reads_nothing_on_the_host(
-    name: str, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_reads_nothing(name: str, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.engine.cpu.optimize.optimize", lambda module, **_: None)  # as a GPU runs it
     runner = build_engine(name).runner
     tables = [BlockTable([block]) for block in range(3)]

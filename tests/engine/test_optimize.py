@@ -145,9 +145,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixtures_rows_do_not_depend_on_how_many_there_are(
-    name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mixtures_rows_are_independent(name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(name, dtype, **MIXTURES[name])
     x = torch.randn(1, 150, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.inference_mode():

@@ -292,9 +292,7 @@ def run_other(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("num_prompt", [1, 20, 150])  # one token of it is left out, and computed again
-def test_others_go_on_while_a_mask_is_computed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_prompt: int
-) -> None:
+def test_others_go_on_beside_a_slow_mask(engine: Engine, monkeypatch: pytest.MonkeyPatch, num_prompt: int) -> None:
     slow = regex_grammar("[a-z]{9}")
     expected = ask(engine, "alone", slow, temperature=1.0, seed=1)
     assert run(engine) == []
@@ -328,9 +326,7 @@ ALTERNATIVES = "|".join(f"(ab){{{2000 + i}}}q{i}" for i in range(1000))
 
 @pytest.mark.parametrize("start", ["", "fixed: "])
 @pytest.mark.parametrize("regex", ["[xy](ab){20000}", "[xy]" + "lorem ipsum " * 4000, f"[xy]({ALTERNATIVES})"])
-def test_no_step_looks_for_the_end_of_a_long_text(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, start: str, regex: str
-) -> None:
+def test_no_step_looks_for_a_long_end(engine: Engine, monkeypatch: pytest.MonkeyPatch, start: str, regex: str) -> None:
     """That takes as long as the text is. So it is done beside the steps, and a probe gives up."""
     threads, grammar = set(), regex_grammar(start + regex)
     num_forced_bytes = structured_output.num_forced_bytes
@@ -377,7 +373,6 @@ def all_costly(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_others_go_on_while_costly_masks_wait(engine: Engine, all_costly: Clock) -> None:
     costly = [ask(engine, str(i), regex_grammar("[a-z]{9}"), temperature=1.0, seed=i) for i in range(4)]
     other = ask(engine, "other", "", max_tokens=400, ignore_eos=True)
-
     matchers = [sequence.matcher for sequence in costly if sequence.matcher is not None]
     for matcher in matchers:
         matcher._compilation.compiled.result(60)

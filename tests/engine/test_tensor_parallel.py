@@ -156,9 +156,7 @@ def test_random_schedules_leave_nothing_behind(build_engine: BuildEngine) -> Non
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
-def test_models_that_cannot_be_cut_are_refused_by_name(
-    model_folder: Callable[[str], Path], name: str, reason: str
-) -> None:
+def test_models_that_cannot_be_cut_are_refused(model_folder: Callable[[str], Path], name: str, reason: str) -> None:
     with thread_ranks(), pytest.raises(ConfigError, match=reason) as error:
         Engine(make_config(model_folder(name)))
     assert str(model_folder(name)) in error.value.message
@@ -180,9 +178,7 @@ def test_three_ranks_are_refused_for_two_heads(model_folder: Callable[[str], Pat
         Engine(config)
 
 
-def test_a_step_that_fails_on_all_ranks_leaves_them_in_step(
-    build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_fail_together_stay_in_step(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with two_ranks(build_engine) as engine:
         expected = answers(engine)
         backend = type(engine.runner._backend)

@@ -215,9 +215,7 @@ def test_a_model_has_at_most_64_splits_of_its_context(max_model_len: int, expect
 @pytest.mark.parametrize(
     "name", ["gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow)]
 )  # soft caps; sinks; both with windows in every other layer
-def test_an_engine_on_the_triton_kernel_gives_the_tokens_of_the_cpu_kernel(
-    name: str, build_engine: Callable[..., Any]
-) -> None:
+def test_an_engine_on_triton_gives_the_tokens_of_the_cpu_kernel(name: str, build_engine: Callable[..., Any]) -> None:
     prompts = [make_prompt(length) for length in (3, 30)]
     expected = generate(build_engine(name), prompts, max_tokens=3)
     assert generate(build_engine(name, attention_backend="triton"), prompts, max_tokens=3) == expected

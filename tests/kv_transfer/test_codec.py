@@ -191,9 +191,7 @@ def test_finite_stays_finite_at_both_ends_of_the_range(codec: Codec, dtype: torc
 @every_lossy_codec
 @both_dtypes
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_no_number_shows_in_all_that_shares_its_scale_alone(
-    codec: Codec, dtype: torch.dtype, bad: float
-) -> None:
+def test_no_number_shows_in_all_that_shares_its_scale(codec: Codec, dtype: torch.dtype, bad: float) -> None:
     blocks = make_blocks(2, dtype=dtype)
     expected = round_trip(codec, blocks)
     blocks[1, 1, 0, 0, 3, 2] = bad  # a key
@@ -232,9 +230,7 @@ def test_strides_of_blocks_do_not_matter(codec: Codec, dtype: torch.dtype, layou
 @every_codec
 @both_dtypes
 @pytest.mark.parametrize(("offset", "gap"), [(0, 0), (1, 0), (3, 5), (4, 8), (2, 1)])
-def test_encoded_rows_may_lie_anywhere_and_nothing_beside_them_is_written(
-    codec: Codec, dtype: torch.dtype, offset: int, gap: int
-) -> None:
+def test_encoded_rows_may_lie_anywhere(codec: Codec, dtype: torch.dtype, offset: int, gap: int) -> None:
     blocks = make_blocks(3, dtype=dtype)
     expected = encode(codec, blocks)
     size = expected.shape[1]
@@ -252,9 +248,7 @@ def test_encoded_rows_may_lie_anywhere_and_nothing_beside_them_is_written(
 
 @every_codec
 @pytest.mark.parametrize("blocks_of_slab", [0, 1, 3, 7, 8])
-def test_a_block_has_the_same_bytes_alone_and_among_others(
-    codec: Codec, blocks_of_slab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_alone_has_the_same_bytes(codec: Codec, blocks_of_slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = make_blocks(7, dtype=torch.bfloat16)
     monkeypatch.setitem(_SLAB_BYTES, "cpu", blocks_of_slab * math.prod(SHAPE) * 4)
     together = encode(codec, blocks)

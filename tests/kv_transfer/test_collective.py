@@ -99,17 +99,13 @@ def stranger(transport: Transport) -> Iterator[Stranger]:
     ],
     ids=str,
 )
-def test_a_stranger_without_the_secret_is_dropped(
-    transport: CollectiveTransport, stranger: Stranger, message: tuple[object, ...]
-) -> None:
+def test_a_stranger_is_dropped(transport: CollectiveTransport, stranger: Stranger, message: tuple[object, ...]) -> None:
     stranger.say(*message)
     assert arrived_until_dropped(transport, stranger) == []
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64])
-def test_bytes_that_are_no_message_end_the_connection(
-    transport: CollectiveTransport, stranger: Stranger, data: bytes
-) -> None:
+def test_what_is_no_message_ends_the_link(transport: CollectiveTransport, stranger: Stranger, data: bytes) -> None:
     stranger.socket.sendall(data)
     assert arrived_until_dropped(transport, stranger) == []
 
@@ -151,9 +147,7 @@ def test_a_transport_listens_on_its_host_only(transport: CollectiveTransport) ->
         socket.create_connection(("127.0.0.2", metadata[3]), timeout=DEADLINE_S)
 
 
-def test_pools_on_different_kinds_of_device_do_not_match(
-    transport: CollectiveTransport, other: CollectiveTransport
-) -> None:
+def test_pools_on_different_devices_do_not_match(transport: CollectiveTransport, other: CollectiveTransport) -> None:
     metadata = msgspec.msgpack.decode(transport.local_metadata())
     metadata[5] = "cuda"
     with pytest.raises(IncompatiblePeer, match="device: cpu here, cuda at d"):

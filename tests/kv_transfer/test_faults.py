@@ -366,9 +366,7 @@ def test_a_stuck_link_of_known_pace_is_reset_in_seconds(model: Path) -> None:
 @pytest.mark.parametrize(
     ("seconds_per_block", "stuck_after_s"), [(0.001, 10.0), (0.2, 12.0), (0.45, 27.0), (9.0, 30.0)]
 )
-def test_a_link_may_need_many_times_what_it_usually_does(
-    model: Path, seconds_per_block: float, stuck_after_s: float
-) -> None:
+def test_a_link_may_need_many_times_its_pace(model: Path, seconds_per_block: float, stuck_after_s: float) -> None:
     sender = SenderSide(model, handoff_timeout_s=30.0)
     sender.role.writes.paces["d"] = RecentPace(sender.engine.block_bytes, seconds_per_block)
     stuck_writes(sender, num_handoffs=1)
@@ -559,9 +557,7 @@ def test_two_hundred_handoffs_under_all_faults(model: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [20, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (21, 22, 23))])
-def test_links_that_are_reset_early_lose_no_block_and_no_token(
-    model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_that_are_reset_early_lose_nothing(model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_writes, "_LEAST_STUCK_S", 0.5)  # of the 4 s of a handoff
     faults = Faults(writes={Fault.STICK: 0.02, Fault.DELAY: 0.1}, kill_receiver=0.001)
     report = run(model, handoffs=150, seed=seed, faults=faults)

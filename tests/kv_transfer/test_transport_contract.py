@@ -311,7 +311,6 @@ def test_a_new_epoch_replaces_the_old_peer(network: Network) -> None:
     settle([sender.write_blocks("d", [0], [0])], sender, receiver)
     receiver.close()
     old_target.zero_()
-
     restarted = network.make("d", new_target, epoch=2)
     sender.add_peer("d", 2, restarted.local_metadata())
     sender.write_blocks("d", [4], [5], b"hello")
@@ -406,9 +405,7 @@ def test_an_unknown_transport_is_a_config_error() -> None:
         ([1, 2, 4, 5], [1, 2, 3, 4], [(1, 1, 2), (4, 3, 2)]),
     ],
 )
-def test_neighbours_on_both_sides_become_one_run(
-    local: list[int], remote: list[int], runs: list[tuple[int, int, int]]
-) -> None:
+def test_neighbours_become_one_run(local: list[int], remote: list[int], runs: list[tuple[int, int, int]]) -> None:
     assert block_runs(local, remote) == [BlockRun(*run) for run in runs]
 
 

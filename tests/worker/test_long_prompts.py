@@ -132,9 +132,7 @@ def test_a_packed_prompt_with_forks_and_the_beginning_of_an_answer(client: Clien
 
 
 @pytest.mark.cluster
-def test_while_a_prompt_is_in_the_thread_others_are_served(
-    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_a_held_prompt_others_go_on(worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = hold(worker, monkeypatch)
     client.send(packed("long", make_prompt(100)))
     client.send(Generate(request_id="short", token_ids=[5] * 20, sampling=GREEDY))
@@ -148,9 +146,7 @@ def test_while_a_prompt_is_in_the_thread_others_are_served(
 
 
 @pytest.mark.cluster
-def test_a_cancel_overtakes_a_prompt_in_the_thread(
-    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancel_overtakes_a_held_prompt(worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = hold(worker, monkeypatch)
     client.send(packed("a", make_prompt(100), forks=[Fork("b", 1)]))
     client.send(Cancel(request_id="a", is_confirmed=True))
@@ -163,9 +159,7 @@ def test_a_cancel_overtakes_a_prompt_in_the_thread(
 
 
 @pytest.mark.cluster
-def test_a_router_that_is_given_up_leaves_no_prompt_in_the_thread(
-    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_router_leaves_no_held_prompt(worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = hold(worker, monkeypatch)
     client.send(packed("a", make_prompt(100)))
     until(lambda: worker.call(worker.status).request_ids)
@@ -188,9 +182,7 @@ def test_a_router_that_is_given_up_leaves_no_prompt_in_the_thread(
     ],
     ids=["no such token", "too long", "truncated", "twice", "list"],
 )
-def test_a_wrong_packed_prompt_fails_alone_and_by_name(
-    worker: Worker, client: Client, wrong: dict[str, Any], code: str, text: str
-) -> None:
+def test_a_wrong_prompt_is_named(worker: Worker, client: Client, wrong: dict[str, Any], code: str, text: str) -> None:
     client.send_raw({"type": "Generate", "request_id": "bad", "sampling": {"max_tokens": 4}, **wrong})
     failed = client.receive(RequestFailed)
     assert (failed.request_id, failed.code) == ("bad", code)

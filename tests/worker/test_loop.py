@@ -151,9 +151,7 @@ def assert_serves(worker: Worker, client: Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["make_sequence", "add"])
-def test_a_request_that_cannot_be_taken_in_fails_alone(
-    name: str, worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_taken_in_fails(name: str, worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     original = getattr(Engine, name)
 
     def raise_for_bad(engine: Engine, *arguments: Any, **fields: Any) -> Any:
@@ -199,9 +197,7 @@ def test_a_request_that_fails_in_a_step_fails_alone(
     assert_serves(worker, client)
 
 
-def test_a_prompt_whose_loads_cannot_be_planned_is_computed(
-    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_plan_of_loads_it_computes(worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.parts.cache.fetcher, "_plan", lambda _: 1 / 0)
     client.send(Hello(router_id="r"))
     assert_serves(worker, client)
@@ -445,7 +441,6 @@ def test_a_broken_or_stuck_link_heals_and_shows_in_the_metrics(tiny_model: Path,
 
 async def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model: Path, oracle: Oracle) -> None:
     go_on, is_stuck = threading.Event(), threading.Event()
-
     transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 3.0}
     async with running_cluster(tiny_model, transfer=transfer) as cluster:
         await cluster.generate(make_prompt(5))  # the link is up
@@ -509,7 +504,6 @@ async def test_a_flip_keeps_the_cache(tiny_model: Path, oracle: Oracle) -> None:
 
 async def test_a_request_that_ends_with_its_first_token_fails_nowhere(tiny_model: Path) -> None:
     """The decode worker must not report what it was told is finished: that would race the answer to the router."""
-
     async with running_cluster(tiny_model) as cluster:
         decode = cluster.worker("d")
         prefill = cluster.worker("p")

@@ -77,9 +77,7 @@ class Deaths:
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("name", SAMPLING)
-async def test_the_death_of_the_decode_worker_at_any_token_changes_none(
-    tiny_model: Path, oracle: Oracle, name: str, every: int
-) -> None:
+async def test_death_while_decoding_changes_no_token(tiny_model: Path, oracle: Oracle, name: str, every: int) -> None:
     sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | SAMPLING[name]
     async with running_cluster(tiny_model, ROLES, router={"max_moves": 3}) as cluster:
         deaths = Deaths(cluster)
@@ -154,9 +152,7 @@ async def test_answers_follow_the_roles_of_workers_without_losing_a_token(
         await cluster.becomes_idle()
 
 
-async def test_answers_go_to_a_worker_that_joins_and_stay_there(
-    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_go_to_who_joins(tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_spots, "_MIN_REMAINING_TOKENS", 1)
     # Steps cost what their sequences cost, in the router's eyes: whether a move pays is not up to this machine's pace.
     monkeypatch.setattr(cost_model, "CPU_PRIOR", CPU_PRIOR._replace(base_s=0.0, decode_seq_s=0.01))

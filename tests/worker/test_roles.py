@@ -172,7 +172,6 @@ async def test_a_small_pool_makes_prompts_queue_and_serves_them_all(
 async def test_a_computed_prompt_waits_for_a_full_pool_past_any_timeout(tiny_model: Path, oracle: Oracle) -> None:
     prompt = make_prompt(8 * BLOCK_SIZE)
     timeout_s = 0.5
-
     transfer = {"handoff_timeout_s": timeout_s, "lease_ttl_s": timeout_s}
     async with running_cluster(tiny_model, transfer=transfer, overrides={"d": {"num_blocks": 16}}) as cluster:
         worker = cluster.worker("d")
@@ -192,11 +191,8 @@ async def test_a_computed_prompt_waits_for_a_full_pool_past_any_timeout(tiny_mod
         await cluster.becomes_idle()
 
 
-async def test_a_seat_is_waited_for_before_the_first_token(
-    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_seat_comes_before_a_token(tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     long, short = make_prompt(2 * BLOCK_SIZE, seed=1), make_prompt(2 * BLOCK_SIZE, seed=2)
-
     async with running_cluster(tiny_model, overrides={"d": {"max_num_seqs": 1}}) as cluster:
         engine = cluster.worker("d").parts.engine
         may_end = hold_steps(monkeypatch, engine, lambda: engine.scheduler.running)  # the seat stays taken
@@ -274,7 +270,6 @@ async def test_what_was_damaged_on_the_way_is_never_decoded_from(
     tiny_model: Path, oracle: Oracle, damage: Callable[[Tensor, list[int]], None], sampling: dict[str, Any]
 ) -> None:
     """A link that damages everything costs time, and neither an answer nor a token of one."""
-
     async with running_cluster(tiny_model, judge=damaging(damage)) as cluster:  # without a word about checksums
         for number, length in enumerate((40, 65, 200, 333), 1):
             prompt = make_prompt(length)
@@ -299,7 +294,6 @@ async def test_a_prompt_whose_notification_was_damaged_is_computed_again(
     tiny_model: Path, oracle: Oracle, checksums: str, is_damaged: Callable[[InProcessWrite], bool]
 ) -> None:
     transfer = {"checksums": checksums, "lease_ttl_s": 0.6, "handoff_timeout_s": 2.0}
-
     async with running_cluster(tiny_model, judge=garbling(is_damaged), transfer=transfer) as cluster:
         prompts = [make_prompt(length) for length in (40, 16, 65, 200)]
         answers = await asyncio.gather(*(cluster.generate(prompt, max_tokens=20) for prompt in prompts))
@@ -364,7 +358,6 @@ async def test_a_peer_that_refuses_the_link_gives_the_client_the_reason(tiny_mod
 
 async def test_a_peer_that_checks_less_is_refused(tiny_model: Path) -> None:
     """Its blocks would be decoded from unchecked, though `all` is asked for here."""
-
     async with running_cluster(tiny_model, {"d": Role.DECODE}) as cluster:
         await cluster.add(worker_config(tiny_model, "p", Role.PREFILL, {"checksums": "off"}))
         with pytest.raises(TransferError, match="d cannot be written to: the two differ in checksums"):

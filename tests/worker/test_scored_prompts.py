@@ -22,9 +22,7 @@ NUM_TOP = 3
 
 
 @pytest.mark.parametrize("roles", [PAIR, COLOCATED], ids=["pair", "colocated"])
-async def test_scores_are_those_of_one_engine_whatever_is_cached(
-    tiny_model: Path, oracle: Oracle, roles: dict[str, Role]
-) -> None:
+async def test_scores_are_those_of_one_engine(tiny_model: Path, oracle: Oracle, roles: dict[str, Role]) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
     async with running_cluster(tiny_model, roles, tiers=tiers) as cluster:
         prompts = [make_prompt(length) for length in LENGTHS]

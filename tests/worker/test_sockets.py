@@ -150,9 +150,7 @@ def _received(side: Side) -> Iterator[tuple[bytes, Message]]:
             return
 
 
-def test_a_malformed_request_fails_at_once_instead_of_being_waited_for(
-    pair: tuple[Side, Side], call: Callable[..., Caller]
-) -> None:
+def test_a_malformed_request_fails_at_once(pair: tuple[Side, Side], call: Callable[..., Caller]) -> None:
     worker, _ = pair
     router = call(worker.address).messages
     request = Generate(request_id="r7", token_ids=[1], sampling=SamplingParams(max_tokens=1))

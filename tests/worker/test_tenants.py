@@ -245,7 +245,6 @@ async def test_a_tenant_is_shown_its_own_and_an_operator_everything(text_model: 
         assert await tenants("sk-c") == []
         assert await tenants("sk-ops") == ["a", "b", "a"]
         assert await tenants("sk-ops", x_tandem_tenant="b") == ["b"]
-
         pools = (await server.ask("GET", "/v1/pools", "sk-a")).json()
         (worker,) = pools["roles"]["colocated"]
         assert (pools.keys(), worker) == ({"roles"}, {"worker_id": "c", "state": "ready"})
@@ -253,11 +252,9 @@ async def test_a_tenant_is_shown_its_own_and_an_operator_everything(text_model: 
         assert {"a", "b"} <= everything["admission"]["tenants"].keys()
         assert set(everything["cache_sizing"]["tenants"]) == {"a", "b"}
         assert everything["roles"]["colocated"][0]["num_cached_blocks"] > 0
-
         refused = await server.ask("POST", "/v1/pools/check", "sk-a")
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operator_key_required")
         assert (await server.ask("POST", "/v1/pools/check", "sk-ops")).status_code == 200
-
         for key, is_all in (("", False), ("sk-a", False), ("sk-wrong", False), ("sk-ops", True)):
             text = (await server.ask("GET", "/metrics", key)).text
             assert ('tenant="' in text) is is_all

@@ -28,7 +28,6 @@ async def flood(cluster: Cluster, rng: random.Random) -> None:
 
 async def test_the_router_knows_what_is_in_host_memory(tiny_model: Path, oracle: Oracle) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
-
     rng = random.Random(1)
     async with running_cluster(
         tiny_model, {"c": Role.COLOCATED}, engine={"num_blocks": NUM_BLOCKS}, tiers=tiers

@@ -84,9 +84,7 @@ def predicted_requests_and_answers(folder: Path, seed: int) -> tuple[list[Reques
     ],
     ids=["batched", "budget full", "pool full", "preempted", "long drafts", "auto", "one token"],
 )
-def test_nothing_shows_that_tokens_were_drafted(
-    folder: Path, settings: dict[str, Any], share_preempted: float, seed: int
-) -> None:
+def test_nothing_shows_of_drafts(folder: Path, settings: dict[str, Any], share_preempted: float, seed: int) -> None:
     requests, expected = predicted_requests_and_answers(folder, seed)
     engine = make_engine(folder, **{"speculate": "8", **settings})
     assert answers(engine, requests, random.Random(seed), share_preempted) == expected
@@ -191,9 +189,7 @@ def test_a_draft_ends_where_the_answer_must(
 
 
 @pytest.mark.parametrize("place", [1, 4, 8, 9, 12])
-def test_a_stop_token_within_a_draft_ends_the_answer(
-    place: int, build_engine: BuildEngine, drafting: Callable[..., Engine]
-) -> None:
+def test_a_stop_token_within_a_draft(place: int, build_engine: BuildEngine, drafting: Callable[..., Engine]) -> None:
     request = {"max_tokens": 30, "temperature": 1.0, "seed": 2}
     expected, _ = answer_of(build_engine(speculate="off"), make_prompt(20), **request)
     stop = expected[place]
@@ -206,9 +202,7 @@ def test_a_stop_token_within_a_draft_ends_the_answer(
     engine.check_integrity(idle=True)
 
 
-def test_the_cache_holds_what_it_would_hold_without_drafts(
-    build_engine: BuildEngine, drafting: Callable[..., Engine]
-) -> None:
+def test_the_cache_is_that_without_drafts(build_engine: BuildEngine, drafting: Callable[..., Engine]) -> None:
     request = {"max_tokens": 70, "temperature": 1.0, "seed": 4}
     plain = build_engine(speculate="off")
     expected, _ = answer_of(plain, make_prompt(21), **request)
@@ -223,9 +217,7 @@ def test_the_cache_holds_what_it_would_hold_without_drafts(
     assert prompt_kv(engine, ours, num_tokens).equal(prompt_kv(plain, theirs, num_tokens))  # type: ignore[arg-type]
 
 
-def test_a_pool_without_a_free_block_only_shortens_drafts(
-    build_engine: BuildEngine, drafting: Callable[..., Engine]
-) -> None:
+def test_a_full_pool_only_shortens_drafts(build_engine: BuildEngine, drafting: Callable[..., Engine]) -> None:
     request = {"max_tokens": 44, "temperature": 1.0, "seed": 4}
     expected, _ = answer_of(build_engine(speculate="off"), make_prompt(20), **request)
     engine = drafting(num_blocks=4, speculate="30")  # 64 slots, and 63 tokens with KV

@@ -138,14 +138,12 @@ def test_after_a_restart_blocks_and_their_chains_are_known(world: World) -> None
     tier = make_tier(world.open())
     put(tier, chain(1, 2, 3, 4))
     tier.close()
-
     tier = make_tier(world.open(), capacity=4)
     assert set(tier.take_events()[0]) == set(digests(1, 2, 3, 4))
     assert get(tier, chain(1, 2, 3, 4)) == 4
     put(tier, chain(11))
     assert set(tier.digests()) == set(digests(1, 2, 3, 11))
     tier.close()
-
     tier = make_tier(world.open(), capacity=2)  # a smaller one
     poll_until(tier, lambda: not tier.is_busy)
     assert tier.stats().num_blocks == 2
@@ -452,7 +450,6 @@ def test_what_another_worker_adds_or_removes_is_noticed(world: World) -> None:
     assert get(tier, chain(1, 2, 3, 4)) == 1
     assert tier.take_events() == ([], digests(2))  # found out by asking for it
     assert tier.stats().num_misses == {"absent": 3}
-
     other.delete(name_of(3, parent=2))
     other.write(name_of(5, parent=4), content(name_of(5)))
     clock.now += 60.0

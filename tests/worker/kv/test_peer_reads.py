@@ -103,9 +103,7 @@ def outcomes(cluster: Cluster, worker_id: str) -> list[str]:
 @pytest.mark.parametrize(
     ("transport", "checksums"), [("in_process", "off"), ("in_process", "all"), ("nixl", "all"), ("nccl", "all")]
 )
-async def test_a_prompt_is_read_from_the_pool_of_a_peer(
-    tiny_model: Path, oracle: Oracle, transport: str, checksums: str
-) -> None:
+async def test_a_prompt_is_read_from_a_pool(tiny_model: Path, oracle: Oracle, transport: str, checksums: str) -> None:
     rng = random.Random(1)
     async with running_cluster(tiny_model, TWO, transfer={"transport": transport, "checksums": checksums}) as cluster:
         tokens = prompt_of(rng, 28)
@@ -122,9 +120,7 @@ async def test_a_prompt_is_read_from_the_pool_of_a_peer(
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_prompt_of_most_of_a_pool_is_read_under_one_lease_after_another(
-    tiny_model: Path, oracle: Oracle
-) -> None:
+async def test_most_of_a_pool_is_read_under_one_lease_after_another(tiny_model: Path, oracle: Oracle) -> None:
     rng = random.Random(9)
     async with running_cluster(tiny_model, TWO, engine={"num_blocks": 40}) as cluster:
         tokens = prompt_of(rng, 29)
@@ -157,7 +153,6 @@ async def test_a_read_moves_a_prefix_and_leaves_what_others_use(tiny_model: Path
         await ask(cluster, "a", moves)
         await ask(cluster, "b", moves, KvHolder(cluster.worker("a").address, 11))
         await cluster.becomes_idle()
-
         pool = cluster.worker("a").parts.engine.pool
 
         def need(num_blocks: int) -> None:
@@ -204,7 +199,6 @@ async def test_a_prompt_is_read_from_the_host_memory_of_a_peer(
     tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
-
     rng = random.Random(2)
     engine = {"num_blocks": NUM_BLOCKS}
     async with running_cluster(tiny_model, TWO, engine=engine, tiers=tiers) as cluster:
@@ -364,12 +358,9 @@ async def test_a_slow_read_is_overtaken_and_its_blocks_wait_for_it(tiny_model: P
         await cluster.becomes_idle()
 
 
-async def test_blocks_of_a_read_that_cannot_be_cancelled_are_counted_as_lost(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_blocks_of_an_endless_read_count_as_lost(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with NIXL: what was given up may land for as long as the peer lives."""
     transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 0.6}
-
     async with running_cluster(
         tiny_model, TWO, judge=only_reads(Verdict.HOLD), transfer=transfer, tiers=None
     ) as cluster:
@@ -799,9 +790,7 @@ def test_a_piece_waits_for_the_room_of_those_before_it(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["in order", "the later lease is granted first"])
-def test_pieces_of_a_prompt_land_in_the_order_in_which_they_are_placed(
-    monkeypatch: pytest.MonkeyPatch, order: list[int]
-) -> None:
+def test_pieces_land_in_the_order_in_which_they_are_placed(monkeypatch: pytest.MonkeyPatch, order: list[int]) -> None:
     world = World(random.Random(0))
     world.pass_time = lambda: None  # type: ignore[method-assign]
     world.fill()

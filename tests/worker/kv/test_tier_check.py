@@ -51,9 +51,7 @@ def test_a_bad_key_file_is_named_with_what_is_wrong(tmp_path: Path, num_bytes: i
         ({"object_cache_url": "file"}, "object_cache_url: {}/file cannot be a folder"),
     ],
 )
-def test_bad_files_and_folders_are_told_where_the_workers_run_here(
-    tmp_path: Path, settings: dict[str, str], expected: str
-) -> None:
+def test_bad_files_are_told_where_workers_run_here(tmp_path: Path, settings: dict[str, str], expected: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to("nowhere")
     scheme = "file://" if "object_cache_url" in settings else ""
