@@ -73,17 +73,6 @@ def test_blocks_go_out_as_they_are_computed_and_done_goes_last(is_grant_early: b
     assert outbox.num_open == 0
 
 
-def test_a_grant_after_everything_is_computed_sends_it_in_one_write() -> None:
-    outbox = Outbox()
-    open_handoff(outbox)
-    outbox.blocks_computed("r", [10, 11, 12, 13], 4)
-    outbox.first_tokens("r", (42,))
-    assert outbox.next_writes() == []
-    grant(outbox)
-    chunk, _ = outbox.next_writes()
-    assert summary(chunk) == ([11, 12, 13], [70, 80, 90], 1)
-
-
 def test_a_fully_cached_prompt_sends_only_done() -> None:
     outbox = Outbox()
     open_handoff(outbox)
@@ -132,31 +121,6 @@ def test_only_what_was_written_whole_comes_with_its_first_token(state: TransferS
     assert tokens == [(42,) if state is DONE else ()]
 
 
-def test_revoking_an_early_grant_confirms_and_forgets_it() -> None:
-    outbox = Outbox()
-    grant(outbox)
-    outbox.revoked("r", D, 5)
-    assert outbox.take_ended() == [LeaseEnded(D, "r", 5, REVOKED)]
-    open_handoff(outbox)
-    assert outbox.heartbeat_handoffs == [("r", 0)]
-
-
-def test_an_early_grant_whose_request_never_comes_is_given_back() -> None:
-    outbox = Outbox()
-    grant(outbox)
-    outbox.expire(9.9)
-    assert outbox.take_ended() == []
-    outbox.expire(10.0)
-    assert outbox.take_ended() == [LeaseEnded(D, "r", 5, "the request did not come in time")]
-
-
-def test_a_handoff_without_a_grant_fails_at_its_deadline() -> None:
-    outbox = Outbox()
-    open_handoff(outbox)
-    outbox.expire(30.0)
-    assert outbox.take_ended() == [HandoffEnded(1, "r", False, "no word from d of the lease it was asked for")]
-
-
 def test_a_handoff_in_line_at_a_live_receiver_is_never_late() -> None:
     outbox = Outbox()
     open_handoff(outbox)
@@ -173,19 +137,28 @@ def test_a_handoff_in_line_at_a_live_receiver_is_never_late() -> None:
 def test_a_grant_later_than_the_end_of_its_handoff_is_given_back_at_once() -> None:
     outbox = Outbox()
     open_handoff(outbox)
+    outbox.refused("r", D, "no room")
+    assert outbox.take_ended() == [HandoffEnded(1, "r", False, "no room")]
+    open_handoff(outbox)
     outbox.cancel("r", FINISHED_EARLY)
-    assert outbox.take_ended() == [HandoffEnded(1, "r", False, FINISHED_EARLY)]
+    assert outbox.take_ended() == [HandoffEnded(2, "r", False, FINISHED_EARLY)]
     grant(outbox)
     assert outbox.take_ended() == [LeaseEnded(D, "r", 5, FINISHED_EARLY)]
     grant(outbox)
     assert outbox.take_ended() == []
 
 
-def test_a_refused_handoff_fails_at_once() -> None:
+@pytest.mark.parametrize("is_revoked", [True, False])
+def test_an_early_grant_is_given_back(is_revoked: bool) -> None:
     outbox = Outbox()
+    grant(outbox)
+    outbox.expire(9.9)
+    assert outbox.take_ended() == []
+    outbox.revoked("r", D, 5) if is_revoked else outbox.expire(10.0)
+    reason = REVOKED if is_revoked else "the request did not come in time"
+    assert outbox.take_ended() == [LeaseEnded(D, "r", 5, reason)]
     open_handoff(outbox)
-    outbox.refused("r", D, "no room")
-    assert outbox.take_ended() == [HandoffEnded(1, "r", False, "no room")]
+    assert outbox.heartbeat_handoffs == [("r", 0)]
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -196,14 +169,6 @@ def test_a_grant_of_the_wrong_size_is_given_back(count: int) -> None:
     lease_ended, handoff_ended = outbox.take_ended()
     assert isinstance(lease_ended, LeaseEnded)
     assert handoff_ended == HandoffEnded(1, "r", False, f"granted {count} blocks from 1 on for 4 blocks")
-
-
-def test_cancel_stops_writing_and_closes_the_lease() -> None:
-    outbox, write = writing_outbox()
-    outbox.cancel("r")
-    assert outbox.heartbeat_handoffs == []
-    outbox.write_settled(write, FAILED)
-    assert [type(ended) for ended in outbox.take_ended()] == [LeaseEnded, HandoffEnded]
 
 
 def test_a_failed_write_fails_the_handoff_even_if_done_went_through() -> None:

@@ -141,17 +141,6 @@ def test_notifications_keep_the_order_of_writes(network: Network) -> None:
     assert receiver.poll() == []
 
 
-def test_an_empty_write_is_a_pure_notification(network: Network) -> None:
-    target = random_pool(seed=3)
-    before = target.clone()
-    sender, receiver = network.link(random_pool(), target)
-    transfer = sender.write_blocks("d", [], [], b"done")
-    assert receive(1, receiver, sender) == [Notification("p", 1, b"done")]
-    settle([transfer], sender, receiver)
-    assert transfer.state is TransferState.DONE
-    assert torch.equal(target, before)
-
-
 def test_an_empty_notification_is_not_sent(network: Network) -> None:
     sender, receiver = network.link(random_pool(), random_pool())
     sender.write_blocks("d", [1], [1])

@@ -28,6 +28,8 @@ ONE_MACHINE = "nixl on one machine"  # without a port of UCX
 BLOCK_SHAPE = (30, 2, 16, 3, 64)  # 360 KB in bfloat16
 DEADLINE_S = 30.0
 LOSS_BOUND_S = 5.0  # from a peer's death to a settled write
+NEEDS_IPV6 = pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no ::1")
+AT_IPV6 = [pytest.param(f"{one} at ::1", marks=NEEDS_IPV6) for one in ("nccl", "nixl")]
 
 
 def zero_pool() -> torch.Tensor:
@@ -156,19 +158,11 @@ def states(transfers: list[Transfer]) -> set[TransferState]:
     return {transfer.state for transfer in transfers}
 
 
-@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no ::1")
-@pytest.mark.parametrize("name", ["nccl at ::1", "nixl at ::1"])
-def test_blocks_cross_processes_at_addresses_of_ipv6(
-    name: str, peers: Callable[..., Peer], pool: torch.Tensor, transport: Transport
-) -> None:
-    check_that_blocks_and_notifications_arrive(peers(), pool, transport)
-
-
+@pytest.mark.parametrize(
+    "name", ["nccl", "nixl", ONE_MACHINE, *(pytest.param(f"{n} at ::1", marks=NEEDS_IPV6) for n in ("nccl", "nixl"))]
+)
 def test_blocks_cross_processes(peers: Callable[..., Peer], pool: torch.Tensor, transport: Transport) -> None:
-    check_that_blocks_and_notifications_arrive(peers(), pool, transport)
-
-
-def check_that_blocks_and_notifications_arrive(peer: Peer, pool: torch.Tensor, transport: Transport) -> None:
+    peer = peers()
     transport.add_peer("d", 1, peer.metadata)
     transfers = [transport.write_blocks("d", [i, 31 - i], [i, 16 + i], b"%d" % i) for i in range(16)]
     poll_until(transport, lambda: all(transfer.is_settled for transfer in transfers))
