@@ -59,6 +59,13 @@ class LateWorld:
         self._peers_wait = peers_wait
         self._kv_of: dict[bytes, torch.Tensor] = {}  # by digest, when it was first read
 
+    def play_all(self, num_schedules: int) -> None:
+        for seed in range(num_schedules):
+            try:
+                self.play(seed)
+            except AssertionError as exc:
+                raise AssertionError(f"seed {seed}: {exc}") from exc
+
     def play(self, seed: int, num_requests: int = 10) -> None:
         """Start this many requests at random moments, and run until all is idle."""
         self._source = random.Random(seed)
@@ -187,11 +194,7 @@ def make_world(
 @pytest.mark.parametrize("num_schedules", [20, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_late_results_change_no_answer(num_schedules: int, build_engine: BuildEngine, oracle: Oracle) -> None:
     world = make_world(build_engine, oracle)
-    for seed in range(num_schedules):
-        try:
-            world.play(seed)
-        except AssertionError as exc:
-            raise AssertionError(f"seed {seed}: {exc}") from exc
+    world.play_all(num_schedules)
     num_late, num_preemptions = world.device.stream.num_late, world.engine.scheduler.num_preemptions
     print(
         f"{num_schedules} schedules: {num_late} late pieces of work, {world.device.num_wrong} tokens chosen again, "
@@ -209,11 +212,7 @@ def test_graphs_change_no_answer_and_no_block(
     patch_kernels(monkeypatch)
     recorder = HostGraphRecorder()
     world = make_world(build_engine, oracle, lambda _: recorder)
-    for seed in range(num_schedules):
-        try:
-            world.play(seed)
-        except AssertionError as exc:
-            raise AssertionError(f"seed {seed}: {exc}") from exc
+    world.play_all(num_schedules)
     num_replays = sum(graph.num_replays for graph in recorder.graphs)
     num_preemptions = world.engine.scheduler.num_preemptions
     print(f"{num_schedules} schedules: {num_replays} replays, {num_preemptions} preemptions, {dict(world.counts)}")

@@ -26,14 +26,6 @@ def uses(num_blocks: int, holders: list[BlockDemand], num_used: int) -> list[int
     ]
 
 
-def test_what_grows_is_counted_until_it_ends() -> None:
-    assert room(10, (8, 3)).num_spare == 10 - 5
-    assert room(10, (8, 3), (4, 2)).num_spare == 10 - 7, "as the second ends the first has grown by one"
-    assert room(10, (8, 3), (8, 2)).num_spare == 10 - 9
-    assert room(10, (8, 3), held_by_others=4).num_spare == 1
-    assert room(10).num_spare == 10
-
-
 def test_those_let_in_count_for_those_behind_them() -> None:
     pool = room(10, (4, 1))
     assert pool.try_take(BlockDemand(4, 3))

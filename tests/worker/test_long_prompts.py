@@ -26,7 +26,6 @@ from tandem.protocol.messages import (
     RequestFailed,
     Role,
     StepOutput,
-    prompt_fields,
     router_to_worker,
 )
 from tandem.protocol.sampling import SamplingParams
@@ -97,13 +96,6 @@ def test_ids_are_unpacked_as_they_were(token_ids: list[int]) -> None:
         assert unpacked(token_bytes(token_ids), 100) == token_ids
         with pytest.raises(RequestError, match="token id 100: this model's are 0 to 99"):
             unpacked(token_bytes([*token_ids, 100]), 100)
-
-
-@pytest.mark.parametrize(("num_tokens", "is_packed"), [(0, False), (8192, False), (8193, True)])
-def test_only_long_prompts_are_packed(num_tokens: int, is_packed: bool) -> None:
-    token_ids = [7] * num_tokens
-    expected = {"packed_ids": token_bytes(token_ids)} if is_packed else {"token_ids": token_ids}
-    assert prompt_fields(token_ids) == expected
 
 
 @pytest.mark.cluster

@@ -142,24 +142,6 @@ def test_scan_is_ordered_by_age(world: World) -> None:
     assert store.scan() == names[::-1]
 
 
-def test_a_folder_in_place_of_the_file_is_a_miss(world: World) -> None:
-    store = world.open()
-    store.write(name_of(1), content(name_of(1)))
-    path = world.path(name_of(1))
-    path.unlink()
-    path.mkdir()
-    assert read(store, name_of(1)) is StoreFailure.CORRUPT
-
-
-def test_foreign_files_are_not_blocks(world: World, tmp_path: Path) -> None:
-    store = world.open()
-    store.write(name_of(1), content(name_of(1)))
-    folder = world.path(name_of(1)).parent
-    for name in ("README", "-", "00-11", "zz-", f"{bytes(16).hex()}-{bytes(15).hex()}"):
-        (folder / name).write_bytes(b"x" * BLOCK_BYTES)
-    assert store.scan() == [name_of(1)]
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_failed_write_drops_it(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     store = world.open()
