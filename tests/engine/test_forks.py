@@ -132,12 +132,6 @@ def test_forks_that_wait_for_a_seat_keep_to_their_grammar(grammar: str, tmp_path
     assert forked(engine, make_prompt(20), 9, **fields) == separate(other, make_prompt(20), 9, **fields)
 
 
-def test_sixty_four_answers_on_eight_seats(build_engine: BuildEngine) -> None:
-    prompt = make_prompt(40)
-    engine = build_engine(num_blocks=400)
-    assert forked(engine, prompt, 64, max_tokens=20) == separate(build_engine(), prompt, 64, max_tokens=20)
-
-
 def test_many_answers_while_the_pool_is_full(build_engine: BuildEngine) -> None:
     """A pool of ten blocks: forks find no block for a copy, are preempted and come back."""
     prompt, engine = make_prompt(40), build_engine(num_blocks=10)

@@ -119,16 +119,6 @@ def test_kernels_agree_with_torch(dim: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual, gated, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rotation_equals_transformers_bit_for_bit(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 5, 3, 16, generator=generator).to(dtype).transpose(1, 2)
-    angles = torch.rand(1, 5, 8, generator=generator).repeat(1, 1, 2)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    expected, _ = half_rotary(q, q, cos, sin)
-    torch.testing.assert_close(make_rotate()(q, cos, sin), expected, atol=1e-6, rtol=0)
-
-
 # Mixtures of experts.
 
 # Wide enough for products to be blocked: the kernels of small ones have but one way.

@@ -284,16 +284,6 @@ def test_pool_exactly_full_serves_and_one_block_short_waits() -> None:
     scheduler.pool.check_integrity(idle=True)
 
 
-def test_failed_admission_keeps_nothing() -> None:
-    scheduler = make_scheduler(num_blocks=4)
-    scheduler.add(make_sequence(4, name="a", family=1))
-    step(scheduler)
-    waiting = make_sequence(16, name="b", family=1)
-    scheduler.add(waiting)
-    step(scheduler)
-    assert (waiting.status, waiting.blocks, waiting.num_computed_tokens) == (SequenceStatus.WAITING, [], 0)
-
-
 def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
     scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=32)
     scheduler.add(make_sequence(4, name="a"))

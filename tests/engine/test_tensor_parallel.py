@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +169,6 @@ def test_quantized_models_are_refused(model_folder: Callable[[str], Path], tmp_p
     (tmp_path / "config.json").write_text(config)
     with thread_ranks(), pytest.raises(ConfigError, match=r"quantized by 'fp8'.*tensor_parallel_size=2"):
         Engine(make_config(tmp_path))
-
-
-def test_three_ranks_are_refused_for_two_heads(model_folder: Callable[[str], Path]) -> None:
-    config = replace(make_config(model_folder("llama")), tensor_parallel_size=3)
-    with thread_ranks(), pytest.raises(ConfigError, match=r"heads=4, which tensor_parallel_size=3.*decode_par"):
-        Engine(config)
 
 
 def test_ranks_that_fail_together_stay_in_step(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,13 +89,6 @@ class Link:
         return [notification.payload for notification in self.receiver.poll()]
 
 
-def test_without_faults_nothing_changes() -> None:
-    link = Link({})
-    assert link.sender.write_blocks("d", [1, 2], [1, 2], b"x").state is TransferState.DONE
-    assert (link.landed, link.arrived()) == ([1, 2], [b"x"])
-    assert not link.sender.injected
-
-
 @pytest.mark.parametrize(
     ("fault", "landed", "payloads"),
     [

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tandem.kv_transfer.transport import base
-from tandem.kv_transfer.transport.base import BlockRun, Notification, Transfer, TransferState, Transport, block_runs
+from tandem.kv_transfer.transport.base import Notification, Transfer, TransferState, Transport, block_runs
 from tandem.kv_transfer.transport.factory import create_transport
 from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
@@ -381,21 +381,6 @@ def test_a_pool_without_contiguous_blocks_is_refused(network: Network, pool: tor
 def test_an_unknown_transport_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="in_process, nccl, nixl"):
         create_transport("pigeon", worker_id="p", epoch=1, pool=random_pool())
-
-
-@pytest.mark.parametrize(
-    ("local", "remote", "runs"),
-    [
-        ([], [], []),
-        ([4], [9], [(4, 9, 1)]),
-        ([1, 2, 3], [5, 6, 7], [(1, 5, 3)]),
-        ([3, 2, 1], [7, 6, 5], [(1, 5, 3)]),
-        ([1, 2, 3], [7, 6, 5], [(1, 7, 1), (2, 6, 1), (3, 5, 1)]),
-        ([1, 2, 4, 5], [1, 2, 3, 4], [(1, 1, 2), (4, 3, 2)]),
-    ],
-)
-def test_neighbours_become_one_run(local: list[int], remote: list[int], runs: list[tuple[int, int, int]]) -> None:
-    assert block_runs(local, remote) == [BlockRun(*run) for run in runs]
 
 
 def test_runs_name_the_same_pairs_of_blocks() -> None:

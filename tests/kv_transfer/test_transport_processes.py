@@ -158,9 +158,7 @@ def states(transfers: list[Transfer]) -> set[TransferState]:
     return {transfer.state for transfer in transfers}
 
 
-@pytest.mark.parametrize(
-    "name", ["nccl", "nixl", ONE_MACHINE, *(pytest.param(f"{n} at ::1", marks=NEEDS_IPV6) for n in ("nccl", "nixl"))]
-)
+@pytest.mark.parametrize("name", ["nccl", "nixl", ONE_MACHINE, *AT_IPV6])
 def test_blocks_cross_processes(peers: Callable[..., Peer], pool: torch.Tensor, transport: Transport) -> None:
     peer = peers()
     transport.add_peer("d", 1, peer.metadata)

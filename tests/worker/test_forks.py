@@ -204,13 +204,6 @@ async def test_answers_without_room_are_requests_of_their_own(tiny_model: Path, 
         await cluster.becomes_idle()
 
 
-async def test_sixty_four_answers(tiny_model: Path, oracle: Oracle) -> None:
-    async with running_cluster(tiny_model, engine={"max_num_seqs": 64, "num_blocks": 1024}) as cluster:
-        requests = siblings(cluster, make_prompt(33), 64, max_tokens=5)
-        assert tokens(await serve(cluster, requests)) == expected(oracle, requests)
-        await cluster.becomes_idle()
-
-
 async def test_a_first_answer_that_is_refused_lets_the_others_go(tiny_model: Path) -> None:
     async with running_cluster(tiny_model, COLOCATED) as cluster:
         requests = siblings(cluster, make_prompt(40), 3, stop_token_ids=(10**6,))

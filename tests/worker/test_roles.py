@@ -52,15 +52,6 @@ async def test_the_pair_answers_as_one_engine_does(tiny_model: Path, oracle: Ora
         await cluster.becomes_idle()
 
 
-async def test_a_colocated_worker_answers_as_one_engine_does(tiny_model: Path, oracle: Oracle) -> None:
-    async with running_cluster(tiny_model, {"c": Role.COLOCATED}) as cluster:
-        for length in LENGTHS:
-            prompt = make_prompt(length)
-            answer = await cluster.generate(prompt, **SEEDED)
-            assert answer.token_ids == oracle.answer(prompt, **SEEDED)
-        await cluster.becomes_idle()
-
-
 async def test_prefix_hits_on_either_side_change_no_token(tiny_model: Path, oracle: Oracle) -> None:
     roles = {"p": Role.PREFILL, "d": Role.DECODE, "d2": Role.DECODE}
     async with running_cluster(tiny_model, roles) as cluster:

@@ -33,7 +33,6 @@ pytestmark = pytest.mark.cluster
 KEYS = {"sk-a": "a", "sk-a2": "a", "sk-b": "b", "sk-c": "c", "sk-d": "d", "sk-ops": "*"}
 TENANTS = Tenants(named={name: TenantPolicy(shared_cache=name in "cd") for name in "abcd"})
 PROMPT = "The ferry leaves from the north pier at noon. " * 8
-CHAT = [{"role": "user", "content": PROMPT}]
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +64,6 @@ class Server:
         """Prompt tokens of a completion that were cached."""
         body = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True} | fields
         answer = await self.post("/v1/completions", key, body, **(headers or {}))
-        return int((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0))
-
-    async def cached_of_chat(self, key: str, **fields: Any) -> int:
-        body = {"messages": CHAT, "max_tokens": 2, "ignore_eos": True} | fields
-        answer = await self.post("/v1/chat/completions", key, body)
         return int((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
     async def expected(self, key: str, **fields: Any) -> int:
@@ -155,12 +149,6 @@ async def test_no_salt_leads_to_the_blocks_of_another_tenant(text_model: Path, f
             for salt in foreign:
                 assert await server.expected(key, cache_salt=salt) == 0, (key, salt)
                 assert await server.cached(key, cache_salt=salt) == 0, (key, salt)
-
-
-async def test_what_was_asked_as_a_chat_is_as_separate(text_model: Path) -> None:
-    async with serving(text_model) as server:
-        assert [await server.cached_of_chat("sk-a"), await server.cached_of_chat("sk-b")] == [0, 0]
-        assert await server.cached_of_chat("sk-a") >= 256
 
 
 async def test_what_is_remembered_of_a_chats_tokens_is_its_tenants(text_model: Path) -> None:

@@ -30,7 +30,6 @@ from tests.support.store_world import (
     put,
     zeros,
 )
-from tests.support.throttled_store import ThrottledStore
 from tests.support.waiting import poll_until
 
 every_kind = pytest.mark.parametrize("world", KINDS, indirect=True)
@@ -366,14 +365,6 @@ def test_a_block_evicted_during_a_scan_does_not_come_back() -> None:
     tier.close()
 
 
-def test_a_chain_longer_than_the_tier_keeps_its_beginning() -> None:
-    tier = make_tier(ScriptedStore(), capacity=3)
-    put(tier, chain(1, 2, 3, 4, 5))
-    assert tier.digests() == digests(1, 2, 3)
-    assert tier.stats().num_drops == {"not worth it": 1, "parent not there": 1}
-    tier.close()
-
-
 def test_a_full_store_makes_room_by_itself() -> None:
     store = ScriptedStore()
     tier = make_tier(store, capacity=10)
@@ -482,20 +473,6 @@ def test_close_does_not_wait_for_a_thread_that_hangs() -> None:
     assert tier.store(*name_of(2), content(name_of(2))) is None
     assert tier.load(digests(1), zeros()).is_done
     store.go.set()
-
-
-def test_a_throttled_store_is_as_slow_as_it_is_told() -> None:
-    clock, waits_s = Clock(), list[float]()
-    memory = MemoryStore(BLOCK_BYTES, 10)
-    store = ThrottledStore(memory, bytes_per_s=BLOCK_BYTES, latency_s=0.5, clock=clock, sleep=waits_s.append)
-    tier = make_tier(store, num_threads=4)
-    put(tier, chain(1, 2, 3, 4))  # side by side, but through one pipe
-    assert waits_s == [1.5, 2.5, 3.5, 4.5]
-    store.bytes_per_s, store.latency_s = float("inf"), 0.0
-    clock.now += 4.0
-    assert get(tier, chain(1, 2, 3, 4)) == 4
-    assert len(waits_s) == 4
-    tier.close()
 
 
 @pytest.mark.parametrize("buffer", [np.zeros(BLOCK_BYTES - 1, np.uint8), np.zeros(BLOCK_BYTES, np.int8)])
