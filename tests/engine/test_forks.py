@@ -19,7 +19,6 @@ from tests.engine.test_structured_output import make_engine
 from tests.support.answers import Expects
 from tests.support.forking import fork_sequence
 from tests.support.structured_requests import FORCING, GRAMMARS
-from tests.support.tiny_llama import save_tiny_text_model
 
 pytestmark = pytest.mark.cluster
 
@@ -115,21 +114,17 @@ def test_forks_are_as_separate_requests(length: int, fields: dict[str, Any], bui
     assert fields.get("temperature") == 0 or len({str(answer) for answer in found.values()}) > 1
 
 
-@pytest.mark.parametrize("grammar", [*FORCING, *GRAMMARS[-3:]])
-def test_forks_keep_to_their_grammar(grammar: str, tmp_path: Path) -> None:
-    folder = save_tiny_text_model(tmp_path, max_model_len=512)
-    fields = {"grammar": grammar, "max_tokens": 120, "ignore_eos": False}
-    engine, other = make_engine(folder), make_engine(folder)
-    assert forked(engine, make_prompt(20), 3, **fields) == separate(other, make_prompt(20), 3, **fields)
-
-
-@pytest.mark.parametrize("grammar", FORCING)
-def test_forks_that_wait_for_a_seat_keep_to_their_grammar(grammar: str, tmp_path: Path) -> None:
-    """They may have several tokens to compute once they get it: those that their grammar forces."""
-    folder = save_tiny_text_model(tmp_path, max_model_len=512)
+@pytest.mark.parametrize(
+    ("grammar", "num_answers"),
+    [*((grammar, 3) for grammar in [*FORCING, *GRAMMARS[-3:]]), *((grammar, 9) for grammar in FORCING)],
+)
+def test_forks_keep_to_their_grammar(grammar: str, num_answers: int, folder: Path) -> None:
+    """Those that wait for a seat may then have several tokens to compute, which their grammar forces."""
     fields = {"grammar": grammar, "max_tokens": 120, "ignore_eos": False}
     engine, other = make_engine(folder, max_num_seqs=3), make_engine(folder)
-    assert forked(engine, make_prompt(20), 9, **fields) == separate(other, make_prompt(20), 9, **fields)
+    assert forked(engine, make_prompt(20), num_answers, **fields) == separate(
+        other, make_prompt(20), num_answers, **fields
+    )
 
 
 def test_many_answers_while_the_pool_is_full(build_engine: BuildEngine) -> None:

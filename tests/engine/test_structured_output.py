@@ -25,6 +25,7 @@ from tandem.protocol.grammar import GrammarError, compile_probe
 from tandem.protocol.messages import FinishReason
 from tests.engine.test_engine import add, make_prompt, make_sampling, output
 from tests.support.late_device import LateDevice
+from tests.support.store_world import Clock
 from tests.support.tiny_llama import EOS_TOKEN_ID, save_tiny_model, save_tiny_text_model
 
 PERSON = {
@@ -349,13 +350,6 @@ def test_no_step_looks_for_a_long_end(engine: Engine, monkeypatch: pytest.Monkey
     probe.consume_tokens(tokenizer.tokenize_str(start + "x"))
     assert not probe.is_error()
     assert len(probe.compute_ff_bytes()) <= 4000
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

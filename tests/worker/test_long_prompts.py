@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import RequestError
 from tandem.protocol.messages import (
@@ -24,7 +23,6 @@ from tandem.protocol.messages import (
     Generate,
     Hello,
     RequestFailed,
-    Role,
     StepOutput,
     router_to_worker,
 )
@@ -32,18 +30,10 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.worker import long_prompts
 from tandem.worker.long_prompts import unpacked
 from tandem.worker.loop import Worker
-from tests.support.cluster_harness import Client, Oracle, RunningWorker, make_prompt, running_cluster, worker_config
+from tests.support.cluster_harness import Client, Oracle, make_prompt, running_cluster
 from tests.support.waiting import eventually, until
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture
-def worker(tiny_model: Path) -> Iterator[Worker]:
-    running = RunningWorker(Worker(worker_config(tiny_model, "w", Role.COLOCATED), hub=InProcessHub()))
-    yield running.worker
-    running.stop()
-    assert running.failure is None
 
 
 @pytest.fixture

@@ -78,15 +78,6 @@ PEER = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
 
 
 @pytest.fixture
-def worker(tiny_model: Path) -> Any:
-    running = RunningWorker(Worker(worker_config(tiny_model, "w", Role.COLOCATED), hub=InProcessHub()))
-    yield running.worker
-    running.stop()
-    running.worker.stop()
-    assert running.failure is None
-
-
-@pytest.fixture
 def client(worker: Worker) -> Any:
     client = Client(worker)
     yield client

@@ -15,18 +15,12 @@ from tandem.protocol.messages import Role
 from tests.support.cluster_harness import PAIR, Oracle, running_cluster
 from tests.support.judged_hub import Verdict
 from tests.support.structured_requests import random_sampling
-from tests.support.tiny_llama import save_tiny_text_model
 from tests.worker.test_roles import garbling, make_prompt, num_recomputed
 
 pytestmark = pytest.mark.cluster
 
 VOCAB_SIZE = 300
 COLOCATED = {"c": Role.COLOCATED}
-
-
-@pytest.fixture(scope="module")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_text_model(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

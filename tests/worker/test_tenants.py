@@ -26,18 +26,12 @@ from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tandem.text.tokenizer import Tokenizer
 from tests.support.cluster_harness import running_cluster
 from tests.support.keys import api_keys_of
-from tests.support.tiny_llama import save_tiny_text_model
 
 pytestmark = pytest.mark.cluster
 
 KEYS = {"sk-a": "a", "sk-a2": "a", "sk-b": "b", "sk-c": "c", "sk-d": "d", "sk-ops": "*"}
 TENANTS = Tenants(named={name: TenantPolicy(shared_cache=name in "cd") for name in "abcd"})
 PROMPT = "The ferry leaves from the north pier at noon. " * 8
-
-
-@pytest.fixture(scope="module")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_text_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 class Always:

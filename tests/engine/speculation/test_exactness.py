@@ -19,18 +19,11 @@ from tests.engine.test_engine import EXACT, add, generate, make_prompt, make_sam
 from tests.engine.test_forced_runs import answers
 from tests.engine.test_structured_output import make_engine
 from tests.support.structured_requests import random_sampling
-from tests.support.tiny_llama import save_tiny_text_model
 
 pytestmark = pytest.mark.cluster
 
 VOCAB_SIZE = 300
-LONGEST = 512  # tokens of prompt and answer
 Request = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_text_model(tmp_path_factory.mktemp("text"), max_model_len=LONGEST)
 
 
 def answers_without_drafts(folder: Path, requests: list[Request]) -> list[Any]:
