@@ -211,18 +211,6 @@ def test_a_prompt_beside_lost_blocks_holds_nobody_up(num_large: int, num_large_b
     check_drained(world)
 
 
-def test_many_large_prompts_are_served_one_after_another() -> None:
-    rng = random.Random(5)
-    world = PressureWorld(num_blocks=NUM_BLOCKS)
-    large = [world.hand_over(f"large-{idx}", prompt(rng, 12_000), 60) for idx in range(6)]
-    for idx in range(30):
-        world.hand_over(f"small-{idx}", prompt(rng, 300), 100)
-    check_drained(world)
-    began = [request.first_s for request in large]
-    assert began == sorted(began, key=lambda first_s: first_s or 0.0)
-    assert world.scheduler.num_preemptions == 0
-
-
 def test_whole_prompts_of_one_block_more_than_they_have_pass_a_preempted_head() -> None:
     """Received sequences that lack at most a block wait for nobody."""
     rng = random.Random(6)

@@ -16,7 +16,6 @@ import torch
 from tandem.decode_worker.role import DecodeRole
 from tandem.engine.engine import Engine
 from tandem.kv_transfer.links import LinkState, PeerLinks
-from tandem.kv_transfer.outbox import LeaseEnded, Outbox
 from tandem.kv_transfer.transport.base import Notification, TransferState
 from tandem.kv_transfer.transport.checksum import append_checksum, strip_checksum
 from tandem.kv_transfer.transport.faulty import FaultyTransport
@@ -107,13 +106,6 @@ def test_a_fault_of_a_write_that_is_reported_as_done(fault: Fault, landed: int, 
     assert link.sender.injected == Counter({fault.value: 1})
 
 
-def test_a_garbled_notification_differs_by_one_bit() -> None:
-    link = Link({Fault.GARBLE: 1.0})
-    link.sender.write_blocks("d", [], [], b"message")
-    (payload,) = link.arrived()
-    assert sum((a ^ b).bit_count() for a, b in zip(payload, b"message", strict=True)) == 1
-
-
 def test_a_delayed_write_holds_up_the_link_and_keeps_its_order() -> None:
     link = Link({Fault.DELAY: 1.0})
     first = link.sender.write_blocks("d", [1], [1], b"1")
@@ -165,18 +157,6 @@ def test_what_is_held_is_lost_with_its_peer() -> None:
     link.sender.add_peer("d", 1, link.receiver.local_metadata())
     link.sender.poll()
     assert (link.landed, link.sender.is_quiet("d")) == ([1], True), "it was only down"
-
-
-def test_a_stuck_write_holds_up_its_link_until_that_is_reset() -> None:
-    link = Link({Fault.STICK: 1.0})
-    stuck = link.sender.write_blocks("d", [1], [1])
-    link.sender.rates = {}
-    behind = link.sender.write_blocks("d", [2], [2])
-    link.now = 1e9
-    link.sender.poll()
-    assert (stuck.is_settled, behind.is_settled, link.landed) == (False, False, [])
-    link.sender.remove_peer("d")
-    assert (stuck.state, behind.state) == (TransferState.LOST, TransferState.LOST)
 
 
 def test_a_sealed_message_shows_every_flipped_bit_and_every_cut() -> None:
@@ -448,18 +428,6 @@ def test_wherever_a_link_flaps_every_lease_is_confirmed_after_it_healed(model: P
     sender.check_idle()
 
 
-def test_a_transport_that_can_prove_nothing_confirms_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = SenderSide(model, rates={Fault.LOSE: 1.0}, max_delay_s=10.0)
-    monkeypatch.setattr(sender.transport, "is_quiet", lambda worker_id: False)
-    sender.send("r")
-    for now in (1.0, 100.0, 1000.0):
-        sender.role.expire(now)
-        sender.answer_hello()
-        sender.role.pump(now)
-    assert closed_leases(sender) == []
-    assert sender.role.writes.loads[0].num_lost >= 1
-
-
 def test_nothing_is_sent_for_a_receiver_that_is_known_to_be_dead(model: Path) -> None:
     sender = SenderSide(model)
     sender.links.forget(WorkerEpoch("d", 1))
@@ -526,18 +494,6 @@ def test_a_notification_that_cannot_be_read_is_dropped(model: Path, payload: byt
     role.pump(0.0)
     role.notified(Notification("p", 1, payload), 0.0)
     assert (role.num_open, role.num_leases, engine.pool.num_used) == (1, 1, 3)
-
-
-def test_a_lost_notification_alone_keeps_no_block_in_quarantine() -> None:
-    outbox = Outbox()
-    outbox.open("r", WorkerEpoch("d", 1), num_blocks=1, grant_deadline=30)
-    outbox.granted("r", WorkerEpoch("d", 1), generation=5, first_block=0, block_ids=[9], ttl_s=10, now=0)
-    outbox.blocks_computed("r", [0], 1)
-    outbox.first_tokens("r", (42,))
-    chunk, done = outbox.next_writes()
-    outbox.write_settled(chunk, TransferState.DONE)
-    outbox.write_settled(done, TransferState.LOST)
-    assert any(isinstance(ended, LeaseEnded) for ended in outbox.take_ended())  # it carried no block that could land
 
 
 def test_two_hundred_handoffs_under_all_faults(model: Path) -> None:

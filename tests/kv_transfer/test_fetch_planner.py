@@ -87,6 +87,7 @@ def test_no_other_split_is_better(first: int, sources: list[FetchSource], queue_
         else:
             loads.append((source, start, end))
         best = min(best, *(total_s(loads, meet, end, tokens, first, queue_s) for meet in range(first, end)))
+    assert result.first_block == (result.loads[0].first_block if result.loads else None)
     if result.loads:
         assert result.predicted_s == pytest.approx(best)
         assert all(a.end_block == b.first_block for a, b in itertools.pairwise(result.loads))

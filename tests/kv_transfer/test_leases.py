@@ -27,23 +27,12 @@ def grant(
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_blocks_are_received_once_all_arrived_and_the_sender_is_done(table: LeaseTable, order: tuple[int, ...]) -> None:
     lease = grant(table)
+    with pytest.raises(AssertionError):
+        grant(table)  # a second live lease of a request
     chunks = [(2, 2, [b"a", b"b"]), (4, 1, [])]
     for idx in order:
         table.chunk_arrived("r", lease.generation, *chunks[idx], now=1)
     assert table.handoff_done("r", lease.generation, 42, now=3) == LeaseReceived(lease, 42, [b"a", b"b", b""])
-    assert table.held_block_ids == []
-    table.check_integrity()
-
-
-def test_a_chunk_that_was_not_announced_when_the_sender_is_done_is_missing(table: LeaseTable) -> None:
-    lease = grant(table)
-    table.chunk_arrived("r", lease.generation, 4, 1, [b"c"], now=1)
-    received = table.handoff_done("r", lease.generation, 42, now=1)
-    assert received == LeaseReceived(lease, 42, [b"c"])
-    assert isinstance(received, LeaseReceived)
-    assert received.num_missing == 2
-    table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1)
-    assert table.ignored == {"chunk of no lease": 1}
     assert table.held_block_ids == []
     table.check_integrity()
 
@@ -114,18 +103,6 @@ def test_leases_are_fenced_when_their_sender_is_given_up_end_when_it_dies(table:
         table.chunk_arrived("a", live.generation, 2, 1, [], now=1)
     assert table.sender_lost(P) == [LeaseReleased(live, "p died"), LeaseReleased(fenced, "p died")]
     assert table.held_block_ids == [3]
-
-
-def test_a_request_can_be_granted_again_while_its_old_lease_is_fenced(table: LeaseTable) -> None:
-    old = grant(table, block_ids=(1,))
-    assert table.cancel("r") == LeaseFenced(old, "cancelled")
-    assert table.cancel("r") is None
-    new = grant(table, block_ids=(2,))
-    table.check_integrity()
-    table.chunk_arrived("r", old.generation, 2, 1, [b"old"], now=1)
-    table.chunk_arrived("r", new.generation, 2, 1, [b"new"], now=1)
-    assert isinstance(table.handoff_done("r", old.generation, 42, now=1), LeaseReleased)
-    assert table.handoff_done("r", new.generation, 42, now=1) == LeaseReceived(new, 42, [b"new"])
 
 
 def test_the_first_deadline_gives_the_sender_time_to_read_the_grant(table: LeaseTable) -> None:

@@ -73,26 +73,6 @@ def test_blocks_go_out_as_they_are_computed_and_done_goes_last(is_grant_early: b
     assert outbox.num_open == 0
 
 
-def test_a_fully_cached_prompt_sends_only_done() -> None:
-    outbox = Outbox()
-    open_handoff(outbox)
-    grant(outbox, (), first_block=4)
-    outbox.blocks_computed("r", [10, 11], 2)
-    outbox.first_tokens("r", (42,))
-    (done,) = outbox.next_writes()
-    assert isinstance(done.notification, HandoffDone)
-
-
-def test_a_revoked_lease_is_confirmed_only_after_its_writes_have_settled() -> None:
-    outbox, write = writing_outbox()
-    outbox.revoked("r", D, 5)
-    outbox.blocks_computed("r", [10, 11, 12], 3)
-    assert outbox.next_writes() == []
-    assert outbox.take_ended() == []
-    outbox.write_settled(write, DONE)
-    assert outbox.take_ended() == [LeaseEnded(D, "r", 5, REVOKED), HandoffEnded(1, "r", False, REVOKED)]
-
-
 def test_a_receiver_that_missed_the_last_word_is_told_it_when_it_asks() -> None:
     outbox, write = writing_outbox()
     outbox.blocks_computed("r", [10, 11, 12, 13], 4)
@@ -119,19 +99,6 @@ def test_only_what_was_written_whole_comes_with_its_first_token(state: TransferS
         outbox.write_settled(late, DONE)
     tokens = [ended.first_token_ids for ended in outbox.take_ended() if isinstance(ended, LeaseEnded)]
     assert tokens == [(42,) if state is DONE else ()]
-
-
-def test_a_handoff_in_line_at_a_live_receiver_is_never_late() -> None:
-    outbox = Outbox()
-    open_handoff(outbox)
-    for now in range(20, 200, 20):
-        outbox.queued("r", D, grant_deadline=now + 30)
-        outbox.queued("r", WorkerEpoch("d", 0), grant_deadline=1000)  # of an earlier process of that name
-        outbox.queued("unknown", D, grant_deadline=1000)
-        outbox.expire(now + 29.9)
-        assert outbox.take_ended() == []
-    outbox.expire(180 + 30)
-    assert outbox.take_ended() == [HandoffEnded(1, "r", False, "no word from d of the lease it was asked for")]
 
 
 def test_a_grant_later_than_the_end_of_its_handoff_is_given_back_at_once() -> None:

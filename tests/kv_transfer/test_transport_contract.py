@@ -249,13 +249,6 @@ def test_a_settled_transfer_knows_its_bytes_and_seconds(network: Network, monkey
     assert sum(seconds) < next(readings)  # each second of the link belongs to one transfer
 
 
-def test_an_unknown_peer_raises_peer_lost(network: Network) -> None:
-    transport = network.make("p", random_pool())
-    for call in (transport.write_blocks, transport.read_blocks):
-        with pytest.raises(PeerLost):
-            call("nobody", [0], [0])
-
-
 def test_a_removed_peer_is_unknown_and_can_be_added_again(network: Network) -> None:
     target = torch.zeros(8, 3, 2, 4)
     source = random_pool(seed=7)
@@ -330,13 +323,6 @@ def test_what_was_lost_lands_no_more_once_the_transport_says_so(network: Network
         assert bool((target == 5.0).all())
     settle([sender.write_blocks("d", [1], [1])], sender, receiver)
     assert bool((target[1] == 1.0).all())
-
-
-def test_writes_from_a_worker_not_added_here_are_delivered(network: Network) -> None:
-    sender, receiver = network.make("p", random_pool()), network.make("d", random_pool())
-    sender.add_peer("d", 1, receiver.local_metadata())
-    sender.write_blocks("d", [0], [0], b"early")
-    assert receive(1, receiver, sender) == [Notification("p", 1, b"early")]
 
 
 def test_another_block_size_is_refused(network: Network) -> None:

@@ -175,20 +175,6 @@ def test_blocks_cross_processes(peers: Callable[..., Peer], pool: torch.Tensor, 
     assert peer.ask("close") == "closed"
 
 
-def test_reads_cross_beside_writes(peers: Callable[..., Peer], pool: torch.Tensor, transport: Transport) -> None:
-    peer = peers()
-    assert peer.ask("fill", 3.0)
-    transport.add_peer("d", 1, peer.metadata)
-    reads = [transport.read_blocks("d", [16 + i, 8 + i], [i, 8 + i]) for i in range(8)]
-    write = transport.write_blocks("d", [20, 21], [0, 1], b"beside")
-    poll_until(transport, lambda: all(transfer.is_settled for transfer in [*reads, write]))
-    assert states([*reads, write]) == {TransferState.DONE}
-    assert bool((pool[:16] == 3.0).all())
-    assert not bool((pool[16:] == 3.0).all())
-    assert torch.equal(torch.from_numpy(peer.ask("block", 1)), pool[21].float())
-    assert peer.ask("close") == "closed"
-
-
 def test_reads_from_a_peer_that_is_stopped_and_killed_are_right_or_lost(
     peers: Callable[..., Peer], pool: torch.Tensor, transport: Transport
 ) -> None:

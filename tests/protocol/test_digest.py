@@ -41,13 +41,6 @@ def test_digests_are_stable_across_versions() -> None:
     ]
 
 
-@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 0), (3, 0), (4, 1), (5, 1), (8, 2)])
-def test_only_full_blocks_have_digests(num_tokens: int, num_blocks: int) -> None:
-    digests = block_digests(b"root", list(range(num_tokens)), SIZE)
-    assert len(digests) == num_blocks
-    assert all(len(digest) == DIGEST_BYTES for digest in digests)
-
-
 @given(tokens, tokens)
 def test_chains_agree_exactly_as_far_as_the_blocks_do(left: list[int], right: list[int]) -> None:
     a, b = block_digests(b"root", left, SIZE), block_digests(b"root", right, SIZE)

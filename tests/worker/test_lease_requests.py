@@ -152,15 +152,6 @@ def test_room_is_asked_for_as_late_as_the_transfer_allows(
     sender.end("r")
 
 
-def test_a_link_that_nothing_is_known_of_is_asked_at_once(sender: Side) -> None:
-    sender.send("r", 6 * STEP_TOKENS)
-    sender.prefill.pump(0.0)
-    assert sender.ids(LeaseRequest) == [], "it has no room here yet"
-    sender.engine.step(before_compute=lambda: sender.prefill.request_leases(sender.now))
-    assert sender.ids(LeaseRequest) == ["r"]
-    sender.end("r")
-
-
 def test_prompts_in_the_queue_ask_when_it_is_their_turn(sender: Side) -> None:
     sender.measured(seconds_per_block=0.0)
     sender.prefill.step_s = 1.0

@@ -121,13 +121,6 @@ def lease_request(sender: PeerAddress, request_id: str = "r") -> LeaseRequest:
     return LeaseRequest(sender=sender, request_id=request_id)
 
 
-def test_messages_to_a_peer_come_in_order(pair: tuple[Side, Side]) -> None:
-    a, b = pair
-    for number in range(100):
-        a.sockets.send_peer(b.address, lease_request(a.address, str(number)))
-    assert [message.request_id for message in b.receive(100)] == [str(n) for n in range(100)]
-
-
 def test_a_reply_reaches_whoever_asked(pair: tuple[Side, Side], call: Callable[..., Caller]) -> None:
     worker, _ = pair
     router = call(worker.address).messages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import threading
 import time
@@ -220,27 +219,6 @@ async def test_no_more_comes_up_than_is_kept(tiny_model: Path, tmp_path: Path, m
         assert (await tier(cluster, "c", "disk")).num_hits == 5
         assert await held(cluster, "c", "a") == {"pool": 0, "host": 5, "disk": 12}
         await cluster.becomes_idle()
-
-
-def test_a_pin_without_prefetch_brings_nothing_up(tiny_model: Path, tmp_path: Path) -> None:
-    tiers = disk_and_host(tmp_path)
-    tokens = prompt_of(random.Random(5), 4)
-
-    async def run(*, is_cached: bool) -> None:
-        async with alone(tiny_model, tiers) as cluster:
-            worker = cluster.worker("c")
-            await eventually(lambda: not worker.parts.cache.is_busy)
-            await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S))
-            expected = {"pool": 0, "host": 0, "disk": 4 if is_cached else 0}
-            assert await held(cluster, "c", "a") == expected
-            for _ in range(3):  # turns of the loop
-                await cluster.call("c", lambda: None)
-            assert not worker.parts.pins.is_prefetching
-            await cluster.generate(tokens)
-            await eventually(lambda: not worker.parts.cache.is_busy)
-
-    asyncio.run(run(is_cached=False))
-    asyncio.run(run(is_cached=True))
 
 
 @pytest.mark.parametrize("num_blocks", [NUM_BLOCKS, 16])
