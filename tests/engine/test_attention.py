@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,7 +84,6 @@ def call_interface(
     key: tuple[int, ...] = (1, 2, 5, 16),
     value: tuple[int, ...] = (1, 2, 5, 16),
     layer_idx: int = 0,
-    with_step: bool = True,
     seen: list[Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
@@ -110,16 +108,10 @@ def call_interface(
         max_query_len=5,
         max_kv_len=5,
     )
-    step = PagedStep(Backend(), context, lambda: None) if with_step else nullcontext()
     module: Any = SimpleNamespace(layer_idx=layer_idx)
     tensors = (torch.ones(shape) for shape in (query, key, value))
-    with step:
+    with PagedStep(Backend(), context, lambda: None):
         return paged_attention_forward(module, *tensors, None, **options)[0]
-
-
-def test_interface_raises_without_a_step() -> None:
-    with pytest.raises(RuntimeError, match="outside an engine step"):
-        call_interface(with_step=False)
 
 
 @pytest.mark.parametrize(

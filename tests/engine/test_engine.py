@@ -139,21 +139,22 @@ def tokens_and_kv(engine: Engine, prompts: list[list[int]]) -> dict[int, tuple[l
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "weights"),
     [
-        *((name, "bfloat16") for name in EXACT),
-        ("llama", "float32"),
-        *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in EXACT[1:]),
+        *((name, "bfloat16", "as-loaded") for name in EXACT),
+        ("llama", "float32", "as-loaded"),
+        *(pytest.param(name, "float32", "as-loaded", marks=pytest.mark.slow) for name in EXACT[1:]),
+        *(("llama", dtype, "int8") for dtype in ("float32", "bfloat16")),
     ],
 )
-def test_batch_and_chunks_change_neither_tokens_nor_kv(name: str, dtype: str, build_engine: BuildEngine) -> None:
+def test_batch_and_chunks_change_neither_tokens_nor_kv(
+    name: str, dtype: str, weights: str, build_engine: BuildEngine
+) -> None:
     prompts = [make_prompt(length, seed=2) for length in EDGE_LENGTHS]
     budgets = (8, 29, 256)
-    results = [
-        tokens_and_kv(build_engine(name, dtype=dtype, max_num_batched_tokens=one, speculate="off"), prompts)
-        for one in budgets
-    ]
-    engine = build_engine(name, dtype=dtype, max_num_batched_tokens=256, speculate="off")
+    options = {"dtype": dtype, "weights": weights, "speculate": "off"}
+    results = [tokens_and_kv(build_engine(name, max_num_batched_tokens=one, **options), prompts) for one in budgets]
+    engine = build_engine(name, max_num_batched_tokens=256, **options)
     for i, prompt in enumerate(prompts):
         tokens, kv = tokens_and_kv(engine, [prompt])[0]
         for budget, found in zip(budgets, results, strict=True):

@@ -137,13 +137,6 @@ def test_lru_evicts_chains_in_the_order_of_their_last_use() -> None:
     assert evict(policy, 5) == ["a3", "b2", "b1", "a2", "a1"]
 
 
-def test_lru_keeps_a_shared_root_until_its_last_child_is_gone() -> None:
-    policy = LRU(9)
-    store(policy, "root", "a")
-    store(policy, "root", "b")
-    assert evict(policy, 3) == ["a", "b", "root"]
-
-
 def test_hit_density_knows_the_turn_of_an_evicted_conversation() -> None:
     policy = HitDensity(10)
     store(policy, "a")

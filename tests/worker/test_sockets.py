@@ -258,13 +258,18 @@ def test_a_frame_too_many_or_too_few_is_no_message(pair: tuple[Side, Side], call
     ]
 
 
+def check_both_ways(a: Side, b: Side) -> None:
+    for sender, receiver in ((a, b), (b, a)):
+        sender.sockets.send_peer(receiver.address, lease_request(sender.address))
+        assert receiver.receive() == [lease_request(sender.address)]
+
+
 def test_sockets_in_a_folder_work_alike(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     folder.mkdir(mode=0o700)
     with introduced(Side("a", str(folder)), Side("b", str(folder))) as (a, b):
         assert a.address.endpoint == f"ipc://{folder}/a"
-        a.sockets.send_peer(b.address, LeaseRefused(sender=a.address, request_id="r", reason="full"))
-        assert b.receive() == [LeaseRefused(sender=a.address, request_id="r", reason="full")]
+        check_both_ways(a, b)
         sockets = {name for name in os.listdir(folder) if stat.S_ISSOCK((folder / name).stat().st_mode)}
         assert sockets == {"a", "a.beats", "b", "b.beats"}
 
@@ -273,9 +278,7 @@ def test_sockets_in_a_folder_work_alike(tmp_path: Path) -> None:
 def test_sockets_at_an_address_of_ipv6_work_alike() -> None:
     with introduced(Side("a", host="::1"), Side("b", host="127.0.0.1")) as (a, b):
         assert a.address.endpoint.startswith("tcp://[::1]:")
-        for sender, receiver in ((a, b), (b, a)):
-            sender.sockets.send_peer(receiver.address, lease_request(sender.address))
-            assert receiver.receive() == [lease_request(sender.address)]
+        check_both_ways(a, b)
 
 
 def test_a_folder_whose_name_is_too_long_is_told() -> None:

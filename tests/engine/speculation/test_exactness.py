@@ -264,18 +264,6 @@ def test_tokens_of_the_prediction_are_counted(build_engine: BuildEngine, draftin
     assert not engine.has_work
 
 
-def test_an_enormous_prediction_delays_no_step_much(drafting: Callable[..., Engine]) -> None:
-    engine = drafting()
-    predicted = tuple(random.Random(0).choices(range(200), k=1 << 18))
-    sequence = add(engine, "r", make_prompt(20), max_tokens=4, prediction=predicted)
-    engine.step()
-    engine.step()
-    assert sequence.drafts is not None
-    assert sequence.drafts.num_indexed < 10_000
-    while engine.has_work:
-        engine.step()
-
-
 def test_a_step_that_fails_is_computed_again_with_its_drafts(
     build_engine: BuildEngine, drafting: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
