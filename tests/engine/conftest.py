@@ -45,9 +45,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
     def folder(name: str) -> Path:
         if name not in folders:
-            folders[name] = save_model(
-                tmp_path_factory.mktemp("model") / str(len(folders)), {**SERVED, **WRAPPERS}[name]
-            )
+            folders[name] = save_model(tmp_path_factory.mktemp("model") / "model", {**SERVED, **WRAPPERS}[name])
         return folders[name]
 
     return folder

@@ -11,15 +11,8 @@ from tandem.engine.architecture import load_config, model_class
 from tandem.protocol.errors import ConfigError
 from tests.support.architectures import REFUSED
 
-EARLY = (
-    "its code calls",
-    "linear attention",
-    "state instead",
-    "chunked",
-    "an index",
-    "convolutions",
-    "an encoder-decoder",
-)
+EARLY = ("its code calls", "linear attention", "state instead", "chunked", "an index", "convolutions")
+EARLY += ("an encoder-decoder",)
 
 
 def save_config(folder: Path, text: str) -> Path:

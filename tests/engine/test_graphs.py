@@ -38,9 +38,8 @@ def build_graphed(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) ->
 
 def decode_chunk(block: int, length: int) -> ScheduledChunk:
     """The last token of a sequence of up to two blocks."""
-    sequence = Sequence(
-        "", make_prompt(length), length, make_sampling(), root=b"", blocks=BlockTable([block, block + 1])
-    )
+    table = BlockTable([block, block + 1])
+    sequence = Sequence("", make_prompt(length), length, make_sampling(), root=b"", blocks=table)
     return ScheduledChunk(sequence, length - 1, 1, samples=True)
 
 

@@ -24,9 +24,8 @@ def test_a_forward_reads_nothing(name: str, build_engine: BuildEngine, monkeypat
     runner = build_engine(name).runner
     tables = [BlockTable([block]) for block in range(3)]
     sequences = [Sequence("", [5, 6, 7], 1, make_sampling(), root=b"", blocks=table) for table in tables]
-    chunks = [
-        ScheduledChunk(sequence, start, 3 - start, True) for sequence, start in zip(sequences, (0, 2, 2), strict=True)
-    ]
+    starts = zip(sequences, (0, 2, 2), strict=True)
+    chunks = [ScheduledChunk(sequence, start, 3 - start, True) for sequence, start in starts]
     with HostReads() as reads:
         runner.run(chunks)
     assert bool(reads.found) == (name in READERS), reads.found

@@ -96,9 +96,7 @@ def test_a_norm_kept_in_float32_serves_bfloat16_inputs_its_own_way() -> None:
 def test_original_weights_are_released() -> None:
     model = make_model("llama", torch.float32)
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
-    originals = [
-        weakref.ref(part.weight) for part in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
-    ]
+    originals = [weakref.ref(p.weight) for p in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)]
     optimize(model)
     gc.collect()
     assert [original() for original in originals] == [None] * 4

@@ -81,9 +81,7 @@ def test_the_forecast_is_that_of_counting_step_by_step(
     assert pool.try_take(demand) is fits
     start = pool.start_of(demand, sorted(holders), num_used)
     later = uses(num_blocks, holders, num_used)
-    fitting = [
-        step for step in range(len(later)) if all(used + demand.num_blocks <= num_blocks for used in later[step:])
-    ]
+    fitting = [at for at in range(len(later)) if all(used + demand.num_blocks <= num_blocks for used in later[at:])]
     left = held_by_others + demand.num_blocks <= num_blocks
     # `later[step]` is before the ends of that step: it is free from the step before the first that fits on.
     expected = max(fitting[0] - 1, 0) if fitting else (len(later) - 1 if left else math.inf)

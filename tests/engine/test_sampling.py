@@ -149,9 +149,8 @@ def test_filters_agree_with_the_oracle(
     chosen = draw_token(logits, sampling, draw)
     assert chosen in possible
     # Only a draw within rounding of a boundary may fall on the other side of it.
-    neighbours = {
-        oracle(logits.numpy(), sampling, min(max(draw + shift, 0.0), 1 - 1e-12))[0] for shift in (-1e-5, 1e-5)
-    }
+    shifted = (min(max(draw + shift, 0.0), 1 - 1e-12) for shift in (-1e-5, 1e-5))
+    neighbours = {oracle(logits.numpy(), sampling, one)[0] for one in shifted}
     assert chosen == token or chosen in neighbours
 
 
@@ -286,19 +285,16 @@ def test_min_tokens_bans_end_and_stop_tokens_exactly_so_long(num_output: int, te
     logits = torch.full((VOCAB,), -50.0)
     logits[[EOS, 9]] = 50.0
     logits[11] = 20.0
-    sequence = make_sequence(
-        output=[4] * num_output, min_tokens=3, stop_token_ids=(9,), temperature=temperature, top_p=0.9
-    )
+    options = {"min_tokens": 3, "stop_token_ids": (9,), "temperature": temperature, "top_p": 0.9}
+    sequence = make_sequence(output=[4] * num_output, **options)
     assert (sample(logits, sequence) == [11]) is (num_output < 3)
 
 
 # Whatever the logits and the parameters are.
 
 LARGEST = float(torch.finfo(torch.float32).max)
-ODD_FLOATS = (
-    *(0, 1, 0.0, -0.0, 1e-300, 1e-40, 1e-30, 0.5, 1.0, 2.0, 1e30, 1e300),
-    *(-1.0, -1e300, math.inf, -math.inf, math.nan),
-)
+ODD_FLOATS = (0, 1, 0.0, -0.0, 1e-300, 1e-40, 1e-30, 0.5, 1.0, 2.0, 1e30, 1e300)
+ODD_FLOATS += (-1.0, -1e300, math.inf, -math.inf, math.nan)
 ODD_INTS = (0, 1, 3, VOCAB, VOCAB + 1, 2**31 - 1, 2**63, -1, -(2**63))
 odd_float, odd_int = st.sampled_from(ODD_FLOATS), st.sampled_from(ODD_INTS)
 odd_logit = st.sampled_from((math.inf, -math.inf, math.nan, LARGEST, -LARGEST, 0.0))

@@ -64,9 +64,8 @@ def engine(folder: Path) -> Iterator[Engine]:
 def make_engine(folder: Path, *, num_blocks: int = 200, **settings: Any) -> Engine:
     block_bytes = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # layers, K and V, tokens, heads, head_dim, float32
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK_SIZE, **settings}
-    return Engine(
-        EngineConfig(model=str(folder), dtype="float32", device="cpu", pool_bytes=num_blocks * block_bytes, **options)
-    )
+    options |= {"model": str(folder), "dtype": "float32", "device": "cpu"}
+    return Engine(EngineConfig(pool_bytes=num_blocks * block_bytes, **options))
 
 
 def run(engine: Engine) -> list[SequenceFailure]:
@@ -476,9 +475,7 @@ def test_grammars_are_compiled_in_the_order_of_their_requests(engine: Engine, he
     may_go_on, compiled = held_compiler
     orders = [0.0, *(float(i) for i in range(1, 20)), 0.5]  # the first one is being compiled when the others come
     grammars = [regex_grammar(f"a{{{i + 1}}}") for i in range(len(orders))]
-    matchers = [
-        engine.structured_output.matcher(grammar, order) for grammar, order in zip(grammars, orders, strict=True)
-    ]
+    matchers = [engine.structured_output.matcher(one, order) for one, order in zip(grammars, orders, strict=True)]
     matchers.append(engine.structured_output.matcher(grammars[7], 0.7))  # a more urgent request has the same one
     may_go_on.set()
     for matcher in matchers:

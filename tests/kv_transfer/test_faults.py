@@ -247,9 +247,8 @@ class SenderSide:
             self.role.link_ready(change.peer, self.now)
 
     def prefill(self, request_id: str, prompt: list[int]) -> None:
-        self.role.accept(
-            Prefill(request_id=request_id, token_ids=prompt, sampling=GREEDY, decode_worker=address("d")), self.now
-        )
+        request = Prefill(request_id=request_id, token_ids=prompt, sampling=GREEDY, decode_worker=address("d"))
+        self.role.accept(request, self.now)
         while request_id in self.engine.sequences:
             [result] = self.engine.step()
             self.role.after_step(result)

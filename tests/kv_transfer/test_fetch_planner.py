@@ -28,9 +28,7 @@ def total_s(
     loads: list[tuple[FetchSource, int, int]], meet: int, end: int, tokens: int, first: int, queue: float
 ) -> float:
     """The formula in the module's docstring, written again."""
-    by_source = [
-        s.latency_s + s.block_s * (s.queued_blocks + b - max(a, meet)) for s, a, b in loads if b > max(a, meet)
-    ]
+    by_source = [s.latency_s + s.block_s * (s.queued_blocks + b - max(a, meet)) for s, a, b in loads if meet < b > a]
     front = queue + (compute_s(first * SIZE, meet * SIZE) if meet > first else 0.0)
     return max(max(by_source, default=0.0), front) + compute_s(end * SIZE, tokens)
 
@@ -43,11 +41,8 @@ def test_a_tier_slower_than_computing_is_left_alone_when_it_adds_little() -> Non
 
 
 def test_each_block_comes_from_the_fastest_source_that_has_it() -> None:
-    sources = (
-        FetchSource("disk", 200, 1e-3, 5e-4),
-        FetchSource("host", 120, 1e-4, 1e-4),
-        FetchSource("peer", 90, 1e-3, 1e-3),
-    )
+    sources = [FetchSource("disk", 200, 1e-3, 5e-4), FetchSource("host", 120, 1e-4, 1e-4)]
+    sources.append(FetchSource("peer", 90, 1e-3, 1e-3))
     assert plan(*sources, first=20).loads == (LoadRange("host", 20, 120), LoadRange("disk", 120, 200))
 
 

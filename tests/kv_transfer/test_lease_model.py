@@ -521,12 +521,8 @@ class World:
             )
         )
         early = tuple((g.lease, max(0, g.deadline - now)) for g in outbox._early_grants.values())
-        writes = tuple(
-            (w.handoff.handoff_id, w.notification.generation, tuple(w.remote_block_ids)) for w in self.writes
-        )
-        notifications = tuple(
-            (m.generation, m.first_block if isinstance(m, ChunkArrived) else -1) for m in self.notifications
-        )
+        writes = tuple((w.handoff.handoff_id, w.notification.generation, *w.remote_block_ids) for w in self.writes)
+        notifications = tuple((m.generation, getattr(m, "first_block", -1)) for m in self.notifications)
         past = tuple(sorted(outbox._past)), tuple(sorted(outbox._ungranted)), tuple(sorted(outbox._lost_leases))
         return (
             *(leases, sent, early, writes, notifications, past, self.network, self.strays, self.is_link_up),

@@ -161,10 +161,8 @@ def test_a_lost_receiver_ends_its_handoffs_silently() -> None:
     outbox.receiver_lost(D)
     outbox.write_settled(write, LOST)
     outbox.expire(1000)
-    assert outbox.take_ended() == [
-        HandoffEnded(2, "waiting", False, "d is gone"),
-        HandoffEnded(1, "r", False, "d is gone"),
-    ]
+    ended = [HandoffEnded(2, "waiting", False, "d is gone"), HandoffEnded(1, "r", False, "d is gone")]
+    assert outbox.take_ended() == ended
     outbox.check_integrity()
 
 

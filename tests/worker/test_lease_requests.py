@@ -71,9 +71,8 @@ class Side:
 
     def send(self, request_id: str, num_tokens: int) -> None:
         tokens = random.Random(request_id).choices(range(5, 250), k=num_tokens)
-        self.prefill.accept(
-            Prefill(request_id=request_id, token_ids=tokens, sampling=GREEDY, decode_worker=D), self.now
-        )
+        request = Prefill(request_id=request_id, token_ids=tokens, sampling=GREEDY, decode_worker=D)
+        self.prefill.accept(request, self.now)
 
     def measured(self, *, seconds_per_block: float) -> None:
         self.prefill.writes.paces["d"] = RecentPace(self.engine.block_bytes, seconds_per_block)

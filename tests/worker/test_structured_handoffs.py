@@ -19,7 +19,6 @@ from tests.worker.test_roles import garbling, make_prompt, num_recomputed
 
 pytestmark = pytest.mark.cluster
 
-VOCAB_SIZE = 300
 COLOCATED = {"c": Role.COLOCATED}
 
 
@@ -51,9 +50,7 @@ async def test_answers_are_those_of_one_engine(
 ) -> None:
     source = random.Random(seed)
     transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 5.0} if judge else {}
-    requests = [
-        (make_prompt(source.randint(1, 200)), random_sampling(source, vocab_size=VOCAB_SIZE)) for _ in range(16)
-    ]
+    requests = [(make_prompt(source.randint(1, 200)), random_sampling(source, vocab_size=300)) for _ in range(16)]
     requests += [
         (prompt, {**sampling, "seed": sampling["seed"] + 1}) for prompt, sampling in requests[:4]
     ]  # as `n` choices

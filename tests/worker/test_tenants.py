@@ -90,9 +90,8 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
         deciding = DecidingProcess(service, f"{folder}/deciding", api_keys)
         await deciding.start()
         deciding.expect("frontend")
-        frontend = RemoteBackend(
-            JoinSettings(f"{folder}/deciding", "frontend", lambda: None, 20.0, api_keys.is_required)
-        )
+        joining = JoinSettings(f"{folder}/deciding", "frontend", lambda: None, 20.0, api_keys.is_required)
+        frontend = RemoteBackend(joining)
         try:
             await frontend.start()
             app = create_app(
@@ -152,10 +151,8 @@ async def test_what_is_remembered_of_a_chats_tokens_is_its_tenants(text_model: P
         for key, tenant in (("sk-a", "a"), ("sk-b", "b"), ("sk-c", ""), ("sk-d", "")):
             for path in ("/v1/chat/completions", "/v1/route/explain", "/v1/cache/pin", "/tokenize"):
                 memo._ids.clear()
-                await server.post(
-                    path, key, {"messages": system} | ({} if path == "/tokenize" else {"cache_salt": "s"})
-                )
                 salt = "" if path == "/tokenize" else "s"
+                await server.post(path, key, {"messages": system} | ({"cache_salt": salt} if salt else {}))
                 assert {scope for scope, _ in memo._ids} == {cache_scope(salt, tenant)}, path
 
 
@@ -201,9 +198,7 @@ async def test_a_pin_exists_for_its_tenant_only(text_model: Path, folder: Path |
 async def test_a_conversation_of_the_same_name_is_another_tenants_own(text_model: Path) -> None:
     async with serving(text_model) as server:
         await server.cached("sk-c", conversation_id="chat")
-        pins = [
-            await server.post("/v1/cache/pin", key, {"conversation_id": "chat"}) for key in ("sk-c", "sk-d", "sk-b")
-        ]
+        pins = [await server.post("/v1/cache/pin", f"sk-{one}", {"conversation_id": "chat"}) for one in "cdb"]
         assert [pin["num_tokens"] > 0 for pin in pins] == [True, False, False]
         await server.cached("sk-d", conversation_id="chat", prompt=PROMPT[:100])
         shown = [

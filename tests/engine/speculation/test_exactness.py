@@ -256,7 +256,7 @@ def test_tokens_of_the_prediction_are_counted(build_engine: BuildEngine, draftin
     add(engine, "r", make_prompt(20), max_tokens=41, temperature=1.0, seed=1, prediction=tuple(wrong))
     outputs = [output for _ in range(60) for result in engine.step() for output in result.outputs]
     accepted, rejected = (
-        sum(getattr(one, f"num_{name}_tokens") for one in outputs) for name in ("accepted", "rejected")
+        sum(getattr(one, f"num_{kind}_tokens") for one in outputs) for kind in ("accepted", "rejected")
     )
     assert [one.token_id for one in outputs] == expected
     assert 15 <= accepted <= 20

@@ -160,9 +160,7 @@ async def test_a_read_moves_a_prefix_and_leaves_what_others_use(tiny_model: Path
             pool.release(pool.try_allocate(num_blocks) or [])
 
         await cluster.call("a", lambda: need(pool.num_free + 9))
-        again = [
-            await ask(cluster, worker_id, tokens) for worker_id, tokens in (("a", stays), ("a", moves), ("b", moves))
-        ]
+        again = [await ask(cluster, name, tokens) for name, tokens in (("a", stays), ("a", moves), ("b", moves))]
         assert [answer.num_cached_tokens // BLOCK_SIZE for answer in again] == [10, 2, 11]
         await cluster.becomes_idle()
 
