@@ -166,6 +166,16 @@ def test_a_lost_receiver_ends_its_handoffs_silently() -> None:
     outbox.check_integrity()
 
 
+def test_a_lost_notification_alone_keeps_no_block_in_quarantine() -> None:
+    outbox, chunk = writing_outbox()
+    outbox.blocks_computed("r", [10, 11, 12, 13], 4)
+    outbox.first_tokens("r", (42,))
+    rest, done = outbox.next_writes()
+    for write, state in ((chunk, DONE), (rest, DONE), (done, LOST)):
+        outbox.write_settled(write, state)
+    assert isinstance(outbox.take_ended()[0], LeaseEnded)  # the last word carried no block that could land
+
+
 def test_a_request_can_be_opened_again_while_its_old_writes_drain() -> None:
     outbox, write = writing_outbox()
     with pytest.raises(TransferError):
