@@ -500,9 +500,6 @@ def test_nothing_is_cut_and_no_names_overlap(windows: Windows, width: int) -> No
             assert page.locator(table).evaluate("node => node.scrollWidth <= node.parentElement.clientWidth"), table
 
 
-# -- whole servers, and pictures
-
-
 @contextmanager
 def requests_to(url: str, model: str, headers: dict[str, str]) -> Iterator[None]:
     """Four clients that send requests while the block runs; half of a prompt is one that was sent before."""
@@ -565,22 +562,3 @@ def test_tandem_route(windows: Windows, tmp_path: Path, pictures: Path) -> None:
             expect(row).not_to_have_attribute("data-state", "ready")
             expect(row).to_contain_text(re.compile("circuit open|dead|lost|starting"))
             page.screenshot(path=pictures / "engines.png", full_page=True)
-
-
-@pytest.mark.parametrize("num_workers", [2, 200])
-@pytest.mark.parametrize(
-    ("name", "width", "scheme"), [("desktop", 1440, "light"), ("narrow", 360, "light"), ("dark", 1440, "dark")]
-)
-def test_pictures(windows: Windows, pictures: Path, num_workers: int, name: str, width: int, scheme: str) -> None:
-    world = LiveWorld(num_workers, tenants=("chat", "batch", "search"))
-    world.num_requests_per_tick = 5 if num_workers == 2 else 60
-    world.fill(num_ticks=60)
-    with dashboard_server(world) as url, windows.open(url, width=width, color_scheme=scheme) as page:
-        live(page)
-        until_second_window(page)
-        page.wait_for_function(
-            "() => document.querySelector('.sparkline .line').getAttribute('d').split('L').length > 12"
-        )
-        path = pictures / f"{num_workers}-{name}.png"
-        page.screenshot(path=path, full_page=True)
-        assert path.stat().st_size > 20_000

@@ -145,9 +145,6 @@ def _environment(place: Place) -> dict[str, str]:
     }
 
 
-# -- agents of npm
-
-
 def _codex_settings(place: Place) -> Mapping[str, str]:
     place.write(
         ".codex/config.toml",
@@ -205,11 +202,9 @@ def _opencode_settings(place: Place) -> Mapping[str, str]:
     }
     settings = {"provider": {"tandem": provider}, "autoupdate": False, "share": "disabled"}
     place.write(".config/opencode/opencode.json", {"$schema": "https://opencode.ai/config.json", **settings})
-    return {
-        "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
-        "OPENCODE_DISABLE_MODELS_FETCH": "1",
-        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
-    }
+    return dict.fromkeys(
+        (f"OPENCODE_DISABLE_{what}" for what in ("DEFAULT_PLUGINS", "MODELS_FETCH", "LSP_DOWNLOAD")), "1"
+    )
 
 
 def _opencode(place: Place) -> list[str]:
@@ -282,16 +277,9 @@ def _pi(place: Place) -> list[str]:
     return [str(NODE / ".bin" / "pi"), "--print", "--provider", "tandem", "--model", place.model, QUESTION]
 
 
-# -- agents of PyPI
-
-
 def _aider_settings(place: Place) -> Mapping[str, str]:
-    limits = {
-        "max_input_tokens": MAX_MODEL_LEN,
-        "max_output_tokens": 4096,
-        "litellm_provider": "openai",
-        "mode": "chat",
-    }
+    limits: Json = {"max_input_tokens": MAX_MODEL_LEN, "max_output_tokens": 4096}
+    limits |= {"litellm_provider": "openai", "mode": "chat"}
     place.write(".aider.model.metadata.json", {f"openai/{place.model}": limits})
     return {
         "OPENAI_API_BASE": f"{place.url}/v1",

@@ -37,9 +37,7 @@ def agent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: f"{agent.name}, {agent.api}")
-def test_an_agent_calls_a_tool_and_ends_with_a_text(
-    agent: Agent, agent_server: Server, tmp_path: Path, client_page: ClientPage
-) -> None:
+def test_an_agent_calls_a_tool(agent: Agent, agent_server: Server, tmp_path: Path, client_page: ClientPage) -> None:
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()

@@ -22,9 +22,7 @@ pytestmark = [
 NUM_ITEMS = 12
 
 
-def test_a_task_has_the_score_of_plain_transformers(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_scores_as_transformers(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items = tmp_path / "items.jsonl"
     items.write_text("".join(json.dumps(item) + "\n" for item in make_items(NUM_ITEMS)))
     (tmp_path / "standard_library.yaml").write_text(TASK.format(items=items))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tandem.engine.graphs.capture import MakeRecorder
 from tandem.engine.graphs.recorder import make_recorder
 from tandem.protocol.config import EngineConfig
 from tests.support.architectures import SERVED, WRAPPERS, save_model
+from tests.support.tiny_llama import save_tiny_text_model
 
 BuildEngine = Callable[..., Engine]
 
@@ -43,12 +45,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
     def folder(name: str) -> Path:
         if name not in folders:
-            folders[name] = save_model(
-                tmp_path_factory.mktemp("model") / str(len(folders)), {**SERVED, **WRAPPERS}[name]
-            )
+            folders[name] = save_model(tmp_path_factory.mktemp("model") / "model", {**SERVED, **WRAPPERS}[name])
         return folders[name]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer and a context of 512 tokens."""
+    return save_tiny_text_model(tmp_path_factory.mktemp("text"), max_model_len=512)
 
 
 @pytest.fixture(scope="session")
@@ -65,17 +71,12 @@ def build_engine(model_folder: Callable[[str], Path]) -> BuildEngine:
         **settings: Any,
     ) -> Engine:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "model": str(model_folder(name)), **settings}
+        large = EngineConfig(dtype=dtype, device="cpu", pool_bytes=64 << 20, **options)
         if num_blocks is None:
-            return Engine(
-                EngineConfig(dtype=dtype, device="cpu", pool_bytes=64 << 20, **options), make_recorder=make_recorder
-            )
+            return Engine(large, make_recorder=make_recorder)
         kind = (name, dtype, settings.get("block_size"))
         if kind not in block_bytes:  # a model tells its geometry once it is loaded
-            alone = {**options, "tensor_parallel_size": 1}
-            block_bytes[kind] = Engine(
-                EngineConfig(dtype=dtype, device="cpu", pool_bytes=64 << 20, **alone)
-            ).block_bytes
-        config = EngineConfig(dtype=dtype, device="cpu", pool_bytes=block_bytes[kind] * num_blocks, **options)
-        return Engine(config, make_recorder=make_recorder)
+            block_bytes[kind] = Engine(replace(large, tensor_parallel_size=1)).block_bytes
+        return Engine(replace(large, pool_bytes=block_bytes[kind] * num_blocks), make_recorder=make_recorder)
 
     return build

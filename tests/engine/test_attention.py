@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,34 +12,25 @@ from tandem.engine.attention.cpu import CpuAttention
 from tandem.engine.attention.interface import PagedStep, paged_attention_forward
 from tests.support.attention_case import NUM_LAYERS, Case, assert_agrees
 
-
-@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128, 256, 512])
-def test_kernel_agrees_for_every_head_dim(head_dim: int, cpu_dtype: torch.dtype) -> None:
-    assert_agrees(CpuAttention(2), Case([1, 70, 33], head_dim=head_dim, dtype=cpu_dtype))
-
-
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (6, 2), (7, 7), (12, 1)])
-def test_kernel_agrees_for_every_grouping_of_heads(num_heads: int, num_kv_heads: int, cpu_dtype: torch.dtype) -> None:
-    case = Case([5, 40], num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=cpu_dtype)
-    assert_agrees(CpuAttention(2), case)
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 16, 64, 256])
-def test_kernel_agrees_for_every_block_size(block_size: int, cpu_dtype: torch.dtype) -> None:
-    lengths = [1, 15, 16, 17, 63, 64, 65, 130]
-    assert_agrees(CpuAttention(2), Case(lengths, block_size=block_size, dtype=cpu_dtype))
+SINKS = torch.tensor([-50.0, 0.0, 3.0, 50.0])  # of no weight, little, much, all
+HEADS = [(1, 1), (4, 4), (9, 3), (8, 1), (6, 2), (7, 7), (12, 1)]
+CASES: list[tuple[list[int], dict[str, int], dict[str, Any]]] = [
+    *(([1, 70, 33], {"head_dim": dim}, {}) for dim in (8, 16, 24, 64, 80, 128, 256, 512)),
+    *(([5, 40], {"num_heads": num, "num_kv_heads": num_kv}, {}) for num, num_kv in HEADS),
+    *(([1, 15, 16, 17, 63, 64, 65, 130], {"block_size": size}, {}) for size in (1, 2, 16, 64, 256)),
+    *(([200, 3, 65], {}, {"window": size}) for size in (1, 2, 31, 63, 64, 65, 129, 1000)),
+    *(([200, 3, 65], {}, {"window": size, "softcap": 1.5}) for size in (1, 2, 31, 63, 64, 65, 129, 1000)),
+    *(([70, 1, 33], {}, {"sinks": SINKS} | more) for more in ({}, {"window": 31}, {"softcap": 1.5})),
+]
 
 
-@pytest.mark.parametrize("window", [1, 2, 31, 63, 64, 65, 129, 1000])
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_kernel_agrees_with_windows_and_soft_caps(window: int, softcap: float, cpu_dtype: torch.dtype) -> None:
-    assert_agrees(CpuAttention(2), Case([200, 3, 65], dtype=cpu_dtype), window=window, softcap=softcap)
-
-
-@pytest.mark.parametrize("options", [{}, {"window": 31}, {"softcap": 1.5}])
-def test_kernel_agrees_with_sinks(options: dict[str, Any], cpu_dtype: torch.dtype) -> None:
-    sinks = torch.tensor([-50.0, 0.0, 3.0, 50.0], dtype=cpu_dtype)  # of no weight, little, much, all
-    assert_agrees(CpuAttention(2), Case([70, 1, 33], dtype=cpu_dtype), sinks=sinks, **options)
+@pytest.mark.parametrize(("lengths", "shape", "options"), CASES, ids=str)
+def test_kernel_agrees(
+    lengths: list[int], shape: dict[str, int], options: dict[str, Any], cpu_dtype: torch.dtype
+) -> None:
+    """For every width and grouping of heads and every block size, with windows, soft caps and sinks."""
+    options = {name: value.to(cpu_dtype) if name == "sinks" else value for name, value in options.items()}
+    assert_agrees(CpuAttention(2), Case(lengths, dtype=cpu_dtype, **shape), **options)
 
 
 @pytest.mark.parametrize("factor", [50, 1e12])
@@ -94,7 +84,6 @@ def call_interface(
     key: tuple[int, ...] = (1, 2, 5, 16),
     value: tuple[int, ...] = (1, 2, 5, 16),
     layer_idx: int = 0,
-    with_step: bool = True,
     seen: list[Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
@@ -103,7 +92,6 @@ def call_interface(
 
     class Backend:
         name = "case"
-
         long_context = 1
 
         def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any, **__: Any) -> None:
@@ -120,20 +108,10 @@ def call_interface(
         max_query_len=5,
         max_kv_len=5,
     )
-    step = PagedStep(Backend(), context, lambda: None) if with_step else nullcontext()
     module: Any = SimpleNamespace(layer_idx=layer_idx)
     tensors = (torch.ones(shape) for shape in (query, key, value))
-    with step:
+    with PagedStep(Backend(), context, lambda: None):
         return paged_attention_forward(module, *tensors, None, **options)[0]
-
-
-def test_interface_gives_transformers_its_layout() -> None:
-    assert call_interface().shape == (1, 5, 4, 16)
-
-
-def test_interface_raises_without_a_step() -> None:
-    with pytest.raises(RuntimeError, match="outside an engine step"):
-        call_interface(with_step=False)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn_out
 
 from tandem.engine.attention import fa3
-from tandem.engine.attention.choice import Device, choose_backend, read_device
+from tandem.engine.attention.choice import Device, choose_backend
 from tandem.engine.attention.fa3 import Fa3Attention
 from tandem.engine.attention.interface import LayerAttention
 from tandem.engine.attention.reference import ReferenceAttention
@@ -26,35 +26,29 @@ HOPPER_WITHOUT_FA3 = Device(kind="cuda", capability=(9, 0), has_triton=True)
 
 
 def choose(
-    wanted: str,
-    device: Device,
-    *layers: LayerAttention,
-    head_dim: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
+    wanted: str, device: Device, *layers: LayerAttention, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
 ) -> str:
     return choose_backend(wanted, device, head_dim, dtype, layers or (PLAIN,))
 
 
 @pytest.mark.parametrize(
-    ("device", "expected"),
-    [(CPU, "cpu"), (AMPERE, "triton"), (HOPPER, "fa3"), (HOPPER_WITHOUT_FA3, "triton"), (BLACKWELL, "triton")],
+    ("wanted", "device", "layer", "fields", "expected"),
+    [
+        ("auto", CPU, PLAIN, {}, "cpu"),
+        *(("auto", device, PLAIN, {}, "triton") for device in (AMPERE, HOPPER_WITHOUT_FA3, BLACKWELL)),
+        ("auto", HOPPER, PLAIN, {}, "fa3"),
+        ("auto", HOPPER, PLAIN._replace(window=128), {}, "fa3"),
+        ("auto", HOPPER, PLAIN._replace(softcap=50.0), {}, "triton"),
+        ("auto", HOPPER, PLAIN._replace(has_sinks=True), {}, "triton"),
+        *(("auto", HOPPER, PLAIN, one, "triton") for one in ({"head_dim": 288}, {"dtype": torch.float32})),
+        *((forced, HOPPER, PLAIN, {}, forced) for forced in ("triton", "fa3")),
+        ("triton", Device(kind="cpu", has_triton=True, is_interpreting=True), PLAIN, {}, "triton"),
+    ],
 )
-def test_each_device_has_its_backend(device: Device, expected: str) -> None:
-    assert choose("auto", device) == expected
-
-
-def test_models_that_fa3_cannot_serve_get_triton_on_hopper() -> None:
-    assert choose("auto", HOPPER, PLAIN, PLAIN._replace(softcap=50.0)) == "triton"
-    assert choose("auto", HOPPER, PLAIN, PLAIN._replace(has_sinks=True)) == "triton"
-    assert choose("auto", HOPPER, head_dim=288) == "triton"
-    assert choose("auto", HOPPER, dtype=torch.float32) == "triton"
-    assert choose("auto", HOPPER, PLAIN, PLAIN._replace(window=128)) == "fa3"
-
-
-def test_a_backend_can_be_forced() -> None:
-    assert choose("triton", HOPPER) == "triton"
-    assert choose("fa3", HOPPER) == "fa3"
-    assert choose("triton", Device(kind="cpu", has_triton=True, is_interpreting=True)) == "triton"
+def test_each_device_and_model_has_its_backend(
+    wanted: str, device: Device, layer: LayerAttention, fields: dict[str, Any], expected: str
+) -> None:
+    assert choose(wanted, device, PLAIN, layer, **fields) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,17 +66,9 @@ def test_a_backend_can_be_forced() -> None:
         ("auto", Device(kind="cuda", capability=(7, 5), has_triton=True), PLAIN, "8.0, and this GPU has 7.5"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_reason(
-    wanted: str, device: Device, layer: LayerAttention, message: str
-) -> None:
+def test_what_cannot_run_is_refused(wanted: str, device: Device, layer: LayerAttention, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose(wanted, device, layer)
-
-
-def test_this_machine_is_read() -> None:
-    device = read_device(torch.device("cpu"))
-    assert device.kind == "cpu"
-    assert choose("auto", device) == "cpu"
 
 
 @pytest.fixture
@@ -127,9 +113,6 @@ def test_fa3_refuses_what_it_would_leave_out(options: dict[str, Any], fa3_calls:
         case.run(Fa3Attention(), case.new_pool(0.0), case.whole(), **options)
 
 
-# The check at start.
-
-
 class Faulty:
     """Plain attention with a fault."""
 
@@ -144,11 +127,7 @@ class Faulty:
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, context: Any, **options: Any
     ) -> None:
         self.num_calls += 1
-        removed: dict[str, Any] = {
-            "no window": {"window": 0},
-            "no soft cap": {"softcap": 0.0},
-            "no sinks": {"sinks": None},
-        }
+        removed = {"no window": {"window": 0}, "no soft cap": {"softcap": 0.0}, "no sinks": {"sinks": None}}
         if self.fault == "raises":
             raise NotImplementedError("heads of 16 are too few")
         whole = torch.empty_like(out)
@@ -183,6 +162,8 @@ def check(fault: str, layer: LayerAttention, dtype: torch.dtype = torch.bfloat16
     return faulty
 
 
+FAULTS = ["first sequence only", "no window", "no soft cap", "no sinks", "reads free slots", "writes elsewhere"]
+FAULTS += ["long contexts", "raises"]
 FULL = LayerAttention(num_heads=4, scale=0.25, window=4096, softcap=30.0, has_sinks=True)
 
 
@@ -191,25 +172,10 @@ def test_a_right_backend_passes_the_check(dtype: torch.dtype) -> None:
     assert check("none", FULL, dtype).num_calls == 6, "two layers, each in three steps"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "first sequence only",
-        "no window",
-        "no soft cap",
-        "no sinks",
-        "reads free slots",
-        "writes elsewhere",
-        "long contexts",
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_backend_is_refused_by_name(fault: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"attention_backend=faulty differs from plain attention by .* choose another"
-    ):
+    message = r"attention_backend=faulty differs from plain attention by .* choose another"
+    if fault == "raises":
+        message = "cannot be served with attention_backend=faulty: heads of 16 are too few"
+    with pytest.raises(ConfigError, match=message):
         check(fault, FULL)
-
-
-def test_a_backend_that_raises_is_refused_with_its_reason() -> None:
-    with pytest.raises(ConfigError, match="cannot be served with attention_backend=faulty: heads of 16 are too few"):
-        check("raises", FULL)

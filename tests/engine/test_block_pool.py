@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.engine.block_index import CachedPrefix
 from tandem.engine.block_pool import BlockPool
@@ -38,14 +35,6 @@ def evicted_order(pool: BlockPool) -> list[int]:
     return order
 
 
-def test_fresh_blocks_come_in_order() -> None:
-    pool = BlockPool(4)
-    assert pool.try_allocate(3) == [0, 1, 2]
-    pool.release([0, 1, 2])
-    assert pool.try_allocate(4) == [0, 1, 2, 3]
-    pool.check_integrity()
-
-
 def pool_of_two_chains() -> BlockPool:
     """The blocks of digests 1 to 3, released before those of 4 to 6."""
     pool = BlockPool(6)
@@ -55,15 +44,16 @@ def pool_of_two_chains() -> BlockPool:
     return pool
 
 
-def test_evicts_tail_blocks_first_and_the_oldest_chain_before() -> None:
+@pytest.mark.parametrize("again", ["", "hit", "pin"])
+def test_evicts_tail_blocks_first_and_the_oldest_chain_before(again: str) -> None:
     pool = pool_of_two_chains()
-    assert evicted_order(pool) == [3, 2, 1, 6, 5, 4]
-
-
-def test_a_hit_makes_a_chain_recent_again() -> None:
-    pool = pool_of_two_chains()
-    pool.release(pool.acquire_cached([digest(1), digest(2)]))
-    assert evicted_order(pool) == [3, 6, 5, 4, 2, 1]
+    if again == "hit":
+        pool.release(pool.acquire_cached([digest(1), digest(2)]))
+    elif again == "pin":
+        pool.pin([digest(1), digest(2)])
+    assert (pool.num_available, pool.num_used) == (6, 0)
+    pool.check_integrity(idle=True)
+    assert evicted_order(pool) == ([3, 6, 5, 4, 2, 1] if again else [3, 2, 1, 6, 5, 4])
 
 
 @pytest.mark.parametrize("misuse", ["release", "publish"])
@@ -91,54 +81,6 @@ def test_a_digest_that_came_and_went_between_two_looks_is_listed_once_by_how_it_
     assert pool.take_events() == ([digest(4), digest(5)], [digest(3), digest(2)])
 
 
-def test_pinned_blocks_are_evicted_last_and_leaves_first() -> None:
-    pool = pool_of_two_chains()
-    pool.pin([digest(1), digest(2)])
-    assert (pool.num_available, pool.num_used) == (6, 0)
-    pool.check_integrity(idle=True)
-    assert evicted_order(pool) == [3, 6, 5, 4, 2, 1]
-
-
-def test_a_longer_pin_keeps_the_order_of_its_chain() -> None:
-    pool = BlockPool(4)
-    pool.release(chain(pool, 1, 2, 3, 4))
-    pool.pin([digest(1), digest(2)])
-    pool.pin([digest(1), digest(2), digest(3), digest(4)])
-    assert evicted_order(pool) == [4, 3, 2, 1]
-
-
-def test_a_pin_waits_for_its_block_and_outlives_it() -> None:
-    pool = BlockPool(3)
-    pool.pin([digest(1)])
-    for _ in range(2):
-        pool.release(chain(pool, 1))
-        pool.release(chain(pool, 2))
-        pool.release(chain(pool, 3))
-        assert evicted_order(pool) == [2, 3, 1]
-        pool.release([0, 1, 2])
-    pool.check_integrity(idle=True)
-
-
-def test_an_unpinned_block_is_the_most_recent_one() -> None:
-    pool = BlockPool(3)
-    pool.release(chain(pool, 1))
-    pool.pin([digest(1)])
-    pool.release(chain(pool, 2, 3))
-    pool.unpin([digest(1), digest(9)])
-    assert pool.pinned_digests() == set()
-    assert evicted_order(pool) == [3, 2, 1]
-
-
-def test_a_block_from_which_another_chain_hangs_is_not_demoted() -> None:
-    pool = BlockPool(6)
-    pool.release([*chain(pool, 1, 2), *chain(pool, 3, after=2)])
-    pool.release([*pool.acquire_cached([digest(1), digest(2)]), *chain(pool, 4, 5, after=2)])
-    pool.release(chain(pool, 6))
-    pool.demote(digest(2))  # followed by others
-    pool.demote(digest(5))
-    assert evicted_order(pool) == [5, 4, 3, 2, 1, 6]
-
-
 @pytest.mark.parametrize("keep", ["use", "pin"])
 def test_a_demotion_stops_where_a_block_is_used_or_pinned(keep: str) -> None:
     pool = BlockPool(5)
@@ -149,117 +91,6 @@ def test_a_demotion_stops_where_a_block_is_used_or_pinned(keep: str) -> None:
     pool.demote(digest(9))
     pool.demote(digest(4))
     assert evicted_order(pool) == [4, 3, 5, *([2, 1] if keep == "pin" else [])]
-
-
-def test_a_hit_on_a_demoted_chain_makes_it_recent() -> None:
-    pool = BlockPool(4)
-    pool.release(chain(pool, 1, 2))
-    pool.release(chain(pool, 3, 4))
-    pool.demote(digest(4))
-    pool.release(pool.acquire_cached([digest(3), digest(4)]))
-    assert evicted_order(pool) == [2, 1, 4, 3]
-
-
-def parent_of(name: int) -> int:
-    """Names form a tree below 0."""
-    return (name - 1) // 2
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """The pool against a naive model: lists of held blocks and a map from names to blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = BlockPool(6)
-        self.held: list[list[int]] = []
-        self.names: dict[int, int] = {}  # block -> name while cached
-        self.subscriber: set[bytes] = set()
-        self.pinned: set[int] = set()  # names
-
-    @rule(count=st.integers(0, 7))
-    def allocate(self, count: int) -> None:
-        users = Counter(block for blocks in self.held for block in blocks)
-        blocks = self.pool.try_allocate(count)
-        assert (blocks is not None) is (count <= 6 - len(users))
-        if blocks is None:
-            return
-        assert len(set(blocks)) == count
-        assert not set(blocks) & set(users)
-        unnamed = {block for block in range(6) if block not in users and block not in self.names}
-        assert len(unnamed & set(blocks)) == min(count, len(unnamed)), "evicted while free blocks were left"
-        evicted = {self.names.pop(block) for block in blocks if block in self.names}
-        unpinned = {name for block, name in self.names.items() if block not in users} - self.pinned
-        assert not (evicted & self.pinned and unpinned), "a pinned block went before one that is not"
-        self.held.append(blocks)
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data(), name=st.integers(0, 9))
-    def publish(self, data: st.DataObject, name: int) -> None:
-        blocks = data.draw(st.sampled_from(self.held))
-        if blocks:
-            block = data.draw(st.sampled_from(blocks))
-            self.pool.publish(block, digest(name), digest(parent_of(name)) if name else None)
-            if name not in self.names.values():
-                self.names.setdefault(block, name)
-
-    @rule(names=st.lists(st.integers(0, 9), unique=True, max_size=4))
-    def acquire(self, names: list[int]) -> None:
-        by_name = {name: block for block, name in self.names.items()}
-        expected = []
-        for name in names:
-            if name not in by_name:
-                break
-            expected.append(by_name[name])
-        assert self.pool.count_cached([digest(name) for name in names]) == len(expected)
-        assert self.pool.acquire_cached([digest(name) for name in names]) == expected
-        self.held.append(expected)
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
-
-    @rule(names=st.lists(st.integers(0, 9), unique=True, max_size=4), is_pinned=st.booleans())
-    def pin(self, names: list[int], is_pinned: bool) -> None:
-        (self.pool.pin if is_pinned else self.pool.unpin)([digest(name) for name in names])
-        self.pinned = self.pinned | set(names) if is_pinned else self.pinned - set(names)
-        assert self.pool.pinned_digests() == {digest(name) for name in self.pinned}
-
-    @rule(name=st.integers(0, 9))
-    def demote(self, name: int) -> None:
-        blocks = {name: block for block, name in self.names.items()}
-        kept = {block for held in self.held for block in held} | {blocks[n] for n in self.pinned & set(blocks)}
-        demoted: list[int] = []
-        before = list(self.pool._evictable)
-        self.pool.demote(digest(name))
-        while blocks.get(name) not in (None, *kept) and all(
-            child in demoted for child in blocks if child and parent_of(child) == name
-        ):
-            demoted.append(name)
-            name = parent_of(name) if name else -1
-        first = [blocks[name] for name in demoted]
-        assert list(self.pool._evictable) == [*first, *(block for block in before if block not in first)]
-
-    @rule()
-    def take_events(self) -> None:
-        stored, removed = self.pool.take_events()
-        assert not set(stored) & set(removed)
-        self.subscriber = (self.subscriber | set(stored)) - set(removed)
-        assert self.subscriber == set(self.pool.cached_digests())
-
-    @invariant()
-    def agrees_with_the_model(self) -> None:
-        self.pool.check_integrity()
-        assert set(self.pool.cached_digests()) == {digest(name) for name in self.names.values()}
-        assert self.pool.num_used == len({block for blocks in self.held for block in blocks})
-
-    def teardown(self) -> None:
-        for blocks in self.held:
-            self.pool.release(blocks)
-        self.pool.check_integrity(idle=True)
-
-
-TestPoolMachine = PoolMachine.TestCase
 
 
 def test_blocks_in_use_are_told_from_those_only_cached() -> None:

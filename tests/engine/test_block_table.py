@@ -12,9 +12,7 @@ bounds = st.none() | st.integers(-20, 20)
 
 
 @given(pieces, bounds, bounds, st.integers(-25, 25), st.integers(0, 30))
-def test_a_table_is_a_list_of_ints(
-    pieces: list[list[int]], start: int | None, end: int | None, place: int, size: int
-) -> None:
+def test_a_table_is_a_list(pieces: list[list[int]], start: int | None, end: int | None, place: int, size: int) -> None:
     table, blocks = BlockTable(pieces[0] if pieces else []), list(pieces[0] if pieces else [])
     former = table
     for number, piece in enumerate(pieces[1:]):

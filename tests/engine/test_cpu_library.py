@@ -10,9 +10,7 @@ from tandem.engine.cpu.library import KernelBuildError, load_kernels
 
 
 @pytest.mark.parametrize("cache", ["/dev/null", "/proc/no-such-place"])
-def test_a_folder_that_cannot_be_written_is_named_with_its_variable(
-    cache: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_folder_is_named_with_its_variable(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CACHE", cache)
     with pytest.raises(KernelBuildError, match=rf"cannot be written to {cache}/kernels \(.+\); set TANDEM_CACHE"):
         load_kernels.__wrapped__()

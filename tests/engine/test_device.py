@@ -1,18 +1,16 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
 
 from tandem.engine.device import CudaStream, HostStream, make_stream
 from tandem.engine.engine import Engine
-from tandem.engine.sequence import Phase, Sequence
+from tandem.engine.sequence import Phase
 from tests.engine.conftest import BuildEngine
-from tests.engine.test_engine import add, generate, make_prompt, output
+from tests.engine.test_engine import add, make_prompt
 from tests.support.late_device import LateDevice
-from tests.support.scheduler_listener import FakeListener
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -39,18 +37,6 @@ def test_on_a_cpu_everything_is_done_and_the_clock_tells_the_time() -> None:
     assert stream.seconds_between(first, last) == 2.5
 
 
-def make_late(engine: Engine, seed: int = 0, **fields: Any) -> LateDevice:
-    """A late device, with a check that no block is published before its content is written."""
-    device = LateDevice(engine, seed, **fields)
-
-    def published(sequence: Sequence, first: int, end: int) -> None:
-        late = [block for block in sequence.blocks[first:end] if device.stream.writes[block]]
-        assert not late, f"{sequence.request_id}: blocks {late} are published before they are computed"
-
-    engine.scheduler.listen(FakeListener(when_published=published))
-    return device
-
-
 def finish(engine: Engine) -> None:
     for _ in range(10_000):
         if not engine.has_work:
@@ -60,28 +46,9 @@ def finish(engine: Engine) -> None:
     raise AssertionError("the engine does not come to an end")
 
 
-def test_blocks_are_published_once_the_device_has_written_them(build_engine: BuildEngine) -> None:
-    engine = build_engine(max_num_batched_tokens=16, num_blocks=20)
-    device = make_late(engine)
-    prompts = [make_prompt(60), make_prompt(33, seed=1), make_prompt(47, seed=2)]
-    sequences = [add(engine, str(i), prompt) for i, prompt in enumerate(prompts)]
-    assert engine.step() == [], "the device has not computed it"
-    assert device.stream.num_late == 1
-    assert sequences[0].num_computed_tokens == 16, "the next step computes the tokens behind it"
-    assert sequences[0].num_published_blocks == 0
-    add(engine, "aborted", make_prompt(90))
-    while engine.scheduler.running[-1].request_id != "aborted":
-        engine.step()
-    engine.abort("aborted")
-    finish(engine)
-    assert device.stream.num_late >= 3
-    engine.check_integrity(idle=True)
-    assert [output(sequence) for sequence in sequences] == generate(build_engine(), prompts)
-
-
 def test_few_steps_are_launched_ahead(build_engine: BuildEngine) -> None:
     engine = build_engine(max_num_batched_tokens=16)
-    device = make_late(engine)
+    device = LateDevice(engine, 0)
     device.stream.is_done = lambda mark: False  # type: ignore[method-assign]
     sequence = add(engine, "r", make_prompt(90))
     for _ in range(5):
@@ -92,7 +59,7 @@ def test_few_steps_are_launched_ahead(build_engine: BuildEngine) -> None:
 
 def test_a_prompt_that_fails_half_way_ends_alone(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(max_num_batched_tokens=16)
-    make_late(engine)
+    LateDevice(engine, 0)
     sequence = add(engine, "r", make_prompt(60), phase=Phase.PREFILL_ONLY)
     engine.step()
     monkeypatch.setattr(engine.scheduler.blocks, "publish", lambda _: 1 / 0)

@@ -22,17 +22,11 @@ from tests.engine.test_engine import add, make_prompt
 from tests.engine.test_structured_output import make_engine
 from tests.support.late_device import LateDevice
 from tests.support.structured_requests import FORCING, GRAMMARS, lark_grammar, random_sampling
-from tests.support.tiny_llama import save_tiny_text_model
 
 pytestmark = pytest.mark.cluster
 
 VOCAB_SIZE = 300
 Answer = tuple[list[int], FinishReason | None, list[SequenceOutput]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_text_model(tmp_path_factory.mktemp("text"), max_model_len=512)
 
 
 def answers(engine: Engine, requests: list[dict[str, Any]], source: random.Random, share_preempted: float) -> list[Any]:
@@ -136,9 +130,6 @@ def test_a_run_ends_at_a_stop_token(folder: Path) -> None:
     assert told == one_by_one(folder, [request])
     assert (len(told[0]), told[0][-1]) == (5, (x, None, FinishReason.STOP, x))
     engine.close()
-
-
-# What is forced is what the mask allows.
 
 
 @pytest.fixture(scope="module")

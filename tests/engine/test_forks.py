@@ -19,7 +19,6 @@ from tests.engine.test_structured_output import make_engine
 from tests.support.answers import Expects
 from tests.support.forking import fork_sequence
 from tests.support.structured_requests import FORCING, GRAMMARS
-from tests.support.tiny_llama import save_tiny_text_model
 
 pytestmark = pytest.mark.cluster
 
@@ -95,9 +94,6 @@ def separate(engine: Engine, prompt: list[int], num_answers: int, **sampling: An
     return facts(told)
 
 
-# The same tokens.
-
-
 @pytest.mark.parametrize(
     ("length", "fields"),
     [
@@ -111,36 +107,24 @@ def separate(engine: Engine, prompt: list[int], num_answers: int, **sampling: An
         (32, {"num_prompt_logprobs": 0, "num_logprobs": 0}),
     ],
 )
-def test_forks_get_the_tokens_of_separate_requests(
-    length: int, fields: dict[str, Any], build_engine: BuildEngine
-) -> None:
+def test_forks_are_as_separate_requests(length: int, fields: dict[str, Any], build_engine: BuildEngine) -> None:
     prompt, engine = make_prompt(length), build_engine(max_num_batched_tokens=24)
     found = forked(engine, prompt, 4, **fields)
     assert found == separate(build_engine(), prompt, 4, **fields)
     assert fields.get("temperature") == 0 or len({str(answer) for answer in found.values()}) > 1
 
 
-@pytest.mark.parametrize("grammar", [*FORCING, *GRAMMARS[-3:]])
-def test_forks_keep_to_their_grammar(grammar: str, tmp_path: Path) -> None:
-    folder = save_tiny_text_model(tmp_path, max_model_len=512)
-    fields = {"grammar": grammar, "max_tokens": 120, "ignore_eos": False}
-    engine, other = make_engine(folder), make_engine(folder)
-    assert forked(engine, make_prompt(20), 3, **fields) == separate(other, make_prompt(20), 3, **fields)
-
-
-@pytest.mark.parametrize("grammar", FORCING)
-def test_forks_that_wait_for_a_seat_keep_to_their_grammar(grammar: str, tmp_path: Path) -> None:
-    """They may have several tokens to compute once they get it: those that their grammar forces."""
-    folder = save_tiny_text_model(tmp_path, max_model_len=512)
+@pytest.mark.parametrize(
+    ("grammar", "num_answers"),
+    [*((grammar, 3) for grammar in [*FORCING, *GRAMMARS[-3:]]), *((grammar, 9) for grammar in FORCING)],
+)
+def test_forks_keep_to_their_grammar(grammar: str, num_answers: int, folder: Path) -> None:
+    """Those that wait for a seat may then have several tokens to compute, which their grammar forces."""
     fields = {"grammar": grammar, "max_tokens": 120, "ignore_eos": False}
     engine, other = make_engine(folder, max_num_seqs=3), make_engine(folder)
-    assert forked(engine, make_prompt(20), 9, **fields) == separate(other, make_prompt(20), 9, **fields)
-
-
-def test_sixty_four_answers_on_eight_seats(build_engine: BuildEngine) -> None:
-    prompt = make_prompt(40)
-    engine = build_engine(num_blocks=400)
-    assert forked(engine, prompt, 64, max_tokens=20) == separate(build_engine(), prompt, 64, max_tokens=20)
+    assert forked(engine, make_prompt(20), num_answers, **fields) == separate(
+        other, make_prompt(20), num_answers, **fields
+    )
 
 
 def test_many_answers_while_the_pool_is_full(build_engine: BuildEngine) -> None:
@@ -150,9 +134,6 @@ def test_many_answers_while_the_pool_is_full(build_engine: BuildEngine) -> None:
     found = forked(engine, prompt, 12, max_tokens=60)
     assert engine.scheduler.num_preemptions > 0
     assert found == separate(build_engine(), prompt, 12, max_tokens=60)
-
-
-# What they take.
 
 
 @pytest.mark.parametrize(("num_prompt", "num_output"), [(10, 3), (16, 40), (40, 24), (40, 25), (64, 1), (65, 20)])
@@ -190,9 +171,6 @@ def test_what_drafts_are_looked_for_in_is_stored_once(build_engine: BuildEngine)
     assert len(own) == 6
     assert max(own) < 100, "its answer, not its prompt"
     drain(engine, told)
-
-
-# Each goes its own way.
 
 
 def test_a_fork_that_is_preempted_comes_back(build_engine: BuildEngine) -> None:
@@ -236,9 +214,7 @@ def test_an_answer_that_ends_at_once_ends_alone(build_engine: BuildEngine) -> No
     assert found == separate(build_engine(), prompt, 8, stop_token_ids=(stop,))
 
 
-def test_a_prompt_that_cannot_be_computed_fails_with_its_forks(
-    build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_prompt_fails_with_its_forks(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine()
     run = engine.runner.run
 
@@ -281,9 +257,6 @@ def test_other_requests_leave_room_for_the_forks_of_a_prompt(build_engine: Build
     assert [one.request_id for one in engine.scheduler.waiting] == ["other"]
     assert engine.load().num_free_seats == 0
     drain(engine, told)
-
-
-# The pool.
 
 
 @pytest.mark.parametrize("seed", range(20))

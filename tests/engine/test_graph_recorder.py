@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine.graphs.recorder import CudaGraphRecorder, NotRecordable, make_recorder
+from tandem.engine.graphs.recorder import CudaGraphRecorder, NotRecordable
 from tandem.protocol.errors import ConfigError
 
 
@@ -112,7 +112,3 @@ def test_a_capture_that_fails_refuses_the_start(cuda: FakeCuda) -> None:
     with pytest.raises(ConfigError, match=r"legacy stream depend .* start with --cuda-graphs off"):
         CudaGraphRecorder(torch.device("cuda")).record(lambda: None)
     assert gc.isenabled()
-
-
-def test_a_cpu_has_no_graphs() -> None:
-    assert make_recorder(torch.device("cpu")) is None

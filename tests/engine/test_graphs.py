@@ -38,9 +38,8 @@ def build_graphed(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) ->
 
 def decode_chunk(block: int, length: int) -> ScheduledChunk:
     """The last token of a sequence of up to two blocks."""
-    sequence = Sequence(
-        "", make_prompt(length), length, make_sampling(), root=b"", blocks=BlockTable([block, block + 1])
-    )
+    table = BlockTable([block, block + 1])
+    sequence = Sequence("", make_prompt(length), length, make_sampling(), root=b"", blocks=table)
     return ScheduledChunk(sequence, length - 1, 1, samples=True)
 
 
@@ -153,9 +152,7 @@ def buffers_of(engine: Engine) -> list[Tensor]:
     return buffers
 
 
-def test_a_graph_reads_nothing_that_may_change_or_go(
-    build_graphed: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_reads_nothing_that_may_change(build_graphed: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.engine.cpu.optimize.optimize", lambda module, **_: None)  # it keeps weights of its own
     engine = build_graphed()
     module = engine.model.module
@@ -190,9 +187,7 @@ class StaleRecorder(HostGraphRecorder):
         pass
 
 
-def test_a_graph_that_computes_something_else_is_not_used(
-    build_engine: BuildEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_graph_that_computes_wrong_is_not_used(build_engine: BuildEngine, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine = build_engine(make_recorder=lambda _: StaleRecorder(), max_num_seqs=4)
     assert engine.runner.graphs is None

@@ -19,16 +19,13 @@ READERS = ("llama, dynamic rope", "jetmoe")  # their own code does
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2, sliding", "gemma2", "mixtral", "deepseek_v3", "gpt_oss", "opt", *READERS]
 )
-def test_a_forward_reads_nothing_on_the_host(
-    name: str, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_reads_nothing(name: str, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.engine.cpu.optimize.optimize", lambda module, **_: None)  # as a GPU runs it
     runner = build_engine(name).runner
     tables = [BlockTable([block]) for block in range(3)]
     sequences = [Sequence("", [5, 6, 7], 1, make_sampling(), root=b"", blocks=table) for table in tables]
-    chunks = [
-        ScheduledChunk(sequence, start, 3 - start, True) for sequence, start in zip(sequences, (0, 2, 2), strict=True)
-    ]
+    starts = zip(sequences, (0, 2, 2), strict=True)
+    chunks = [ScheduledChunk(sequence, start, 3 - start, True) for sequence, start in starts]
     with HostReads() as reads:
         runner.run(chunks)
     assert bool(reads.found) == (name in READERS), reads.found

@@ -10,19 +10,6 @@ from tandem.engine.loader import load_model
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 from tests.engine.conftest import BuildEngine
-from tests.engine.test_engine import EDGE_LENGTHS, make_prompt, tokens_and_kv
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batch_and_chunks_change_neither_tokens_nor_kv(dtype: str, build_engine: BuildEngine) -> None:
-    prompts = [make_prompt(length, seed=2) for length in EDGE_LENGTHS]
-    budgets = (8, 29, 256)
-    options = {"dtype": dtype, "weights": "int8"}
-    results = [tokens_and_kv(build_engine(max_num_batched_tokens=one, **options), prompts) for one in budgets]
-    alone = build_engine(max_num_batched_tokens=256, **options)
-    for i, prompt in enumerate(prompts):
-        tokens, kv = tokens_and_kv(alone, [prompt])[0]
-        assert all(found[i][0] == tokens and torch.equal(found[i][1], kv) for found in results), len(prompt)
 
 
 def test_all_but_the_logits_are_rounded_and_blocks_are_never_shared(build_engine: BuildEngine) -> None:

@@ -79,7 +79,7 @@ def test_what_is_not_a_number_stays_in_its_row(cpu_dtype: torch.dtype) -> None:
     assert not actual[30].isfinite().any()
 
 
-def test_products_of_torch_and_ours_may_alternate() -> None:
+def test_torchs_and_our_products_alternate() -> None:
     # Both set up the tiles of a CPU with AMX, each in its own way.
     x, weight, _ = make_operands((96, 64), 50, torch.bfloat16)
     packed = PackedWeight(weight)

@@ -83,32 +83,6 @@ class Steps:
         return list(out[0].split([end - start for _, start, end in chunks]))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied embeddings and biases", "qwen3", "mistral"])
-def test_bits_are_those_of_the_layers_own_code(name: str, cpu_dtype: torch.dtype) -> None:
-    layer = make_layers(name, cpu_dtype).model.layers[1]
-    own = layer.forward
-    assert num_native(layer) == 1
-    steps = Steps(layer, cpu_dtype, [1, 17, 70, 200])
-    pools = steps.case.new_pool(0.0), steps.case.new_pool(0.0)
-    expected = steps.run(own, pools[0], steps.case.whole())
-    actual = steps.run(layer.forward, pools[1], steps.case.whole())
-    assert all(map(torch.equal, actual, expected))
-    assert torch.equal(*pools)
-
-
-def test_bits_depend_neither_on_batch_nor_chunks_nor_threads(cpu_dtype: torch.dtype) -> None:
-    layer = make_layers("qwen3", cpu_dtype, hidden_size=96).model.layers[0]
-    assert num_native(layer) == 1
-    steps = Steps(layer, cpu_dtype, [1, 40, 130])
-    together = steps.run(layer.forward, steps.case.new_pool(0.0), steps.case.whole(), num_threads=2)
-    for size in (1, 7, 33, 64):
-        pool = steps.case.new_pool(0.0)
-        pieces: list[Tensor] = []
-        for start in range(0, 130, size):
-            pieces += steps.run(layer.forward, pool, [(2, start, min(start + size, 130))])
-        assert torch.equal(torch.cat(pieces), together[2]), f"chunks of {size}"
-
-
 def test_what_is_no_engine_step_takes_the_layers_own_code() -> None:
     model = make_layers("llama", torch.float32)
     ids = torch.randint(0, 200, (1, 9), generator=torch.Generator().manual_seed(0))
@@ -193,12 +167,12 @@ def test_layers_of_several_kinds_of_attention_are_calls_of_their_own() -> None:
     assert num_native(model) == len(model.layers) == 3
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama, tied embeddings and biases", "mistral", "qwen3"])
 def test_all_layers_in_one_call_give_the_bits_of_the_models_own_code(name: str, cpu_dtype: torch.dtype) -> None:
     model = make_layers(name, cpu_dtype).model
-    steps = Steps(model.layers[0], cpu_dtype, [1, 17, 70])
+    steps = Steps(model.layers[0], cpu_dtype, lengths := [1, 17, 70, 200])
     num_layers = len(model.layers)
-    ids = [torch.arange(length) % 190 for length in (1, 17, 70)]
+    ids = [torch.arange(length) % 190 for length in lengths]
 
     def run(chunks: list[tuple[int, int, int]], pool: Tensor, num_threads: int) -> list[Tensor]:
         tokens = torch.cat([ids[i][start:end] for i, start, end in chunks])
@@ -218,9 +192,10 @@ def test_all_layers_in_one_call_give_the_bits_of_the_models_own_code(name: str, 
     actual = run(steps.case.whole(), pools[1], 2)
     assert all(map(torch.equal, actual, expected))
     assert torch.equal(*pools)
-    pool = new_pool()
-    pieces = [run([(2, start, min(start + 9, 70))], pool, 2)[0] for start in range(0, 70, 9)]
-    assert torch.equal(torch.cat(pieces), expected[2])
+    for size in (1, 7, 33, 64):
+        pool = new_pool()
+        pieces = [run([(2, start, min(start + size, 70))], pool, 2)[0] for start in range(0, 70, size)]
+        assert torch.equal(torch.cat(pieces), expected[2]), f"chunks of {size}"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -108,7 +108,7 @@ def test_loaded_blocks_are_published_in_their_order_and_found_by_the_next() -> N
 
 
 @pytest.mark.parametrize("end_by", [Scheduler.remove, Scheduler.preempt])
-def test_an_onboarding_ends_with_its_sequences_hold_on_the_blocks(
+def test_an_onboarding_ends_with_its_hold_on_blocks(
     end_by: Callable[[Scheduler, Sequence], object],
 ) -> None:
     scheduler, sequence = waiting_for_40(hold_at=0)

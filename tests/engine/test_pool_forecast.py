@@ -26,14 +26,6 @@ def uses(num_blocks: int, holders: list[BlockDemand], num_used: int) -> list[int
     ]
 
 
-def test_what_grows_is_counted_until_it_ends() -> None:
-    assert room(10, (8, 3)).num_spare == 10 - 5
-    assert room(10, (8, 3), (4, 2)).num_spare == 10 - 7, "as the second ends the first has grown by one"
-    assert room(10, (8, 3), (8, 2)).num_spare == 10 - 9
-    assert room(10, (8, 3), held_by_others=4).num_spare == 1
-    assert room(10).num_spare == 10
-
-
 def test_those_let_in_count_for_those_behind_them() -> None:
     pool = room(10, (4, 1))
     assert pool.try_take(BlockDemand(4, 3))
@@ -89,9 +81,7 @@ def test_the_forecast_is_that_of_counting_step_by_step(
     assert pool.try_take(demand) is fits
     start = pool.start_of(demand, sorted(holders), num_used)
     later = uses(num_blocks, holders, num_used)
-    fitting = [
-        step for step in range(len(later)) if all(used + demand.num_blocks <= num_blocks for used in later[step:])
-    ]
+    fitting = [at for at in range(len(later)) if all(used + demand.num_blocks <= num_blocks for used in later[at:])]
     left = held_by_others + demand.num_blocks <= num_blocks
     # `later[step]` is before the ends of that step: it is free from the step before the first that fits on.
     expected = max(fitting[0] - 1, 0) if fitting else (len(later) - 1 if left else math.inf)

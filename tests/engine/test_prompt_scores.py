@@ -178,9 +178,7 @@ def test_a_prompt_that_is_handed_over_is_scored_where_it_is_computed(build_engin
     assert scores_of(received).chosen == b""
 
 
-def test_a_chunk_that_cannot_be_scored_ends_its_sequence_alone(
-    build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_that_fails_to_score_ends_alone(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def log_softmax(self: RowLogprobs, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> None:
         if num_top == 2:
             raise RuntimeError("no")

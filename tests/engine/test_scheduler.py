@@ -107,13 +107,7 @@ def drain(scheduler: Scheduler, limit: int = 1000) -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "expected"),
-    [
-        (1, [(0, 1)]),
-        (15, [(0, 15)]),
-        (16, [(0, 16)]),
-        (17, [(0, 16), (16, 1)]),
-        (33, [(0, 16), (16, 16), (32, 1)]),
-    ],
+    [(1, [(0, 1)]), (15, [(0, 15)]), (16, [(0, 16)]), (17, [(0, 16), (16, 1)]), (33, [(0, 16), (16, 16), (32, 1)])],
 )
 def test_a_prompt_is_cut_by_the_token_budget(num_tokens: int, expected: list[tuple[int, int]]) -> None:
     scheduler = make_scheduler()
@@ -288,16 +282,6 @@ def test_pool_exactly_full_serves_and_one_block_short_waits() -> None:
     assert step(scheduler) == [("c", 0, 8)]
     assert step(scheduler) == [("d", 0, 16)]
     scheduler.pool.check_integrity(idle=True)
-
-
-def test_failed_admission_keeps_nothing() -> None:
-    scheduler = make_scheduler(num_blocks=4)
-    scheduler.add(make_sequence(4, name="a", family=1))
-    step(scheduler)
-    waiting = make_sequence(16, name="b", family=1)
-    scheduler.add(waiting)
-    step(scheduler)
-    assert (waiting.status, waiting.blocks, waiting.num_computed_tokens) == (SequenceStatus.WAITING, [], 0)
 
 
 def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
@@ -691,9 +675,6 @@ def test_the_victim_of_a_step_computes_nothing_in_it() -> None:
     assert step(scheduler) == [("old", 8, 1)]
     assert young.blocks == []
     drain(scheduler)
-
-
-# A device that runs behind: what is computed is published later.
 
 
 def test_what_was_computed_before_a_preemption_is_not_published_after_it() -> None:

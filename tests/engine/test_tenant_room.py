@@ -110,13 +110,6 @@ def test_blocks_change_hands_where_seats_are_left(kind: str) -> None:
     world.end()
 
 
-def test_a_tenant_alone_has_everything_and_nothing_gives_way() -> None:
-    world = World()
-    fill(world, A, 4 * NUM_SEATS, 100, KINDS[0])
-    world.drain()
-    assert world.scheduler.num_preemptions == 0
-
-
 def test_what_does_not_fit_anyhow_pushes_nobody_out() -> None:
     world = World(num_blocks=100)
     fill(world, A, 4, 500, KINDS[0], num_prompt=100)

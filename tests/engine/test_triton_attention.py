@@ -31,39 +31,29 @@ BACKEND = TritonAttention(64)  # a short split, so that few keys make many
 NAN = float("nan")
 KERNELS = ("write_kv", "attend", "attend_decoding", "merge_splits")
 SINKS = torch.tensor([-50.0, 0.0, 3.0, 50.0], device=DEVICE)  # of no weight, little, much, all
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def make_case(lengths: list[int], **settings: Any) -> Case:
     return Case(lengths, device=DEVICE, **settings)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
-def test_kernel_agrees_for_every_head_dim(head_dim: int, dtype: torch.dtype) -> None:
-    assert_agrees(BACKEND, make_case([1, 21, 9], head_dim=head_dim, dtype=dtype))
+HEADS = [(1, 1), (4, 4), (9, 3), (6, 2), (70, 1)]
+CASES: list[tuple[list[int], dict[str, Any], dict[str, Any]]] = [
+    *(([1, 21, 9], {"head_dim": dim, "dtype": dtype}, {}) for dim in (8, 80, 128, 256) for dtype in DTYPES),
+    *(([3, 11], {"num_heads": num, "num_kv_heads": num_kv}, {}) for num, num_kv in HEADS),
+    *(([1, 15, 33], {"block_size": size}, {}) for size in (1, 2, 64, 256)),
+    *(([90, 1, 3], {}, {"window": size}) for size in (1, 65, 1000)),
+    *(([90, 1, 3], {}, {"window": size, "softcap": 1.5}) for size in (0, 31)),
+    *(([90, 1, 3], {}, {"window": size, "sinks": SINKS}) for size in (0, 1, 31)),
+    ([90, 1, 3], {}, {"window": 31, "softcap": 1.5, "sinks": SINKS}),
+]
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (9, 3), (6, 2), (70, 1)])
-def test_kernel_agrees_for_every_grouping_of_heads(num_heads: int, num_kv_heads: int) -> None:
-    assert_agrees(BACKEND, make_case([3, 11], num_heads=num_heads, num_kv_heads=num_kv_heads))
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 64, 256])
-def test_kernel_agrees_for_every_block_size(block_size: int) -> None:
-    assert_agrees(BACKEND, make_case([1, 15, 33], block_size=block_size))
-
-
-@pytest.mark.parametrize(
-    ("window", "softcap", "sinks"),
-    [
-        *((window, 0.0, None) for window in (1, 65, 1000)),
-        *((window, 1.5, None) for window in (0, 31)),
-        *((window, 0.0, SINKS) for window in (0, 1, 31)),
-        (31, 1.5, SINKS),
-    ],
-)
-def test_kernel_agrees_with_windows_soft_caps_and_sinks(window: int, softcap: float, sinks: Tensor | None) -> None:
-    assert_agrees(BACKEND, make_case([90, 1, 3]), window=window, softcap=softcap, sinks=sinks)
+@pytest.mark.parametrize(("lengths", "shape", "options"), CASES, ids=str)
+def test_kernel_agrees(lengths: list[int], shape: dict[str, Any], options: dict[str, Any]) -> None:
+    """For every width and grouping of heads and every block size, with windows, soft caps and sinks."""
+    assert_agrees(BACKEND, make_case(lengths, **shape), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,9 +205,7 @@ def test_a_model_has_at_most_64_splits_of_its_context(max_model_len: int, expect
 @pytest.mark.parametrize(
     "name", ["gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow)]
 )  # soft caps; sinks; both with windows in every other layer
-def test_an_engine_on_the_triton_kernel_gives_the_tokens_of_the_cpu_kernel(
-    name: str, build_engine: Callable[..., Any]
-) -> None:
+def test_an_engine_on_triton_gives_the_tokens_of_the_cpu_kernel(name: str, build_engine: Callable[..., Any]) -> None:
     prompts = [make_prompt(length) for length in (3, 30)]
     expected = generate(build_engine(name), prompts, max_tokens=3)
     assert generate(build_engine(name, attention_backend="triton"), prompts, max_tokens=3) == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
         ("mixtral", "model.layers.0.block_sparse_moe.experts.3.w1.weight", "model.layers.0.mlp.experts.gate_up_proj"),
     ],
 )
-def test_a_missing_weight_is_refused_and_never_drawn_at_random(
-    name: str, weight: str, needed: str, tmp_path: Path
-) -> None:
+def test_a_missing_weight_is_never_drawn_at_random(name: str, weight: str, needed: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", name)
     edit(folder, lambda tensors: tensors.pop(weight))
     with pytest.raises(ConfigError, match=f"model=.* {needed}"):
@@ -137,9 +135,6 @@ def test_weights_go_straight_to_the_device(tmp_path: Path) -> None:
     assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
 
 
-# Quantized checkpoints.
-
-
 def save_quantized(
     folder: Path,
     settings: dict[str, Any] | None,
@@ -193,25 +188,14 @@ def as_mxfp4(weight: Tensor) -> dict[str, Tensor]:
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 BITNET = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}
-INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
+_INT8_ROWS = {"num_bits": 8, "type": "int", "symmetric": True}
+_INT8_GROUP = {
+    "targets": ["Linear"],
+    "weights": _INT8_ROWS | {"strategy": "channel"},
+    "input_activations": _INT8_ROWS | {"strategy": "token", "dynamic": True},
 }
+INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+INT8 |= {"ignore": ["lm_head"], "config_groups": {"group_0": _INT8_GROUP}}
 
 
 def greedy(folder: Path, dtype: str = "float32") -> tuple[Engine, list[list[int]]]:
@@ -226,33 +210,32 @@ def greedy(folder: Path, dtype: str = "float32") -> tuple[Engine, list[list[int]
     return engine, [sequence.token_ids for sequence in sequences]
 
 
-def assert_generates(folder: Path, plain: Any) -> None:
-    for tokens in greedy(folder)[1]:
+def assert_generates(folder: Path, plain: Any) -> Engine:
+    engine, answers = greedy(folder)
+    for tokens in answers:
         expected = plain.generate(torch.tensor([tokens[:-8]]), max_new_tokens=8, do_sample=False, eos_token_id=-1)
         assert tokens == expected[0].tolist()
-
-
-@pytest.fixture
-def without_compiler() -> Iterator[None]:
-    """BitNet compiles its layers, once for each shape: minutes of a C++ compiler, and the same numbers."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return engine
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile, which BitNet uses
-@pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize(
-    ("settings", "quantize"),
+    ("settings", "quantize", "kinds"),
     [
-        pytest.param(FP8, as_fp8_blocks, id="fp8"),
-        pytest.param(BITNET, as_ternary, id="bitnet"),
+        pytest.param(FP8, as_fp8_blocks, {"PackedLinear", "MergedLinear"}, id="fp8"),
+        pytest.param(BITNET, as_ternary, {"PackedLinear", "BitLinear"}, id="bitnet"),  # the former is the head's
     ],
 )
 def test_a_quantized_model_generates_what_transformers_does(
-    settings: dict[str, Any], quantize: Callable[[Tensor], dict[str, Tensor]], tmp_path: Path
+    settings: dict[str, Any], quantize: Callable[[Tensor], dict[str, Tensor]], kinds: set[str], tmp_path: Path
 ) -> None:
+    """Dequantized weights are packed, and a quantizer's own layers are left alone."""
     folder = save_quantized(tmp_path / "model", settings, quantize)
-    assert_generates(folder, load_plain(folder))
+    # BitNet compiles its layers, once for each shape: minutes of a C++ compiler, and the same numbers.
+    with torch.compiler.set_stance("force_eager"):
+        engine = assert_generates(folder, load_plain(folder))
+    names = {type(module).__name__ for module in engine.model.module.modules()}
+    assert {name for name in names if "Linear" in name} == kinds
 
 
 def test_experts_in_4_bits_are_served_as_plain_weights(tmp_path: Path) -> None:
@@ -268,24 +251,6 @@ def test_compressed_tensors_are_served_as_plain_weights(tmp_path: Path) -> None:
 
     plain = save_quantized(tmp_path / "plain", None, dequantized)
     assert_generates(save_quantized(tmp_path / "int8", INT8, as_int8_rows), load_plain(plain))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.usefixtures("without_compiler")
-@pytest.mark.parametrize(
-    ("settings", "quantize", "kinds"),
-    [
-        pytest.param(FP8, as_fp8_blocks, {"PackedLinear", "MergedLinear"}, id="fp8"),
-        # The former is the head's.
-        pytest.param(BITNET, as_ternary, {"PackedLinear", "BitLinear"}, id="bitnet"),
-    ],
-)
-def test_dequantized_weights_are_packed_and_a_quantizers_left_alone(
-    settings: dict[str, Any], quantize: Callable[[Tensor], dict[str, Tensor]], kinds: set[str], tmp_path: Path
-) -> None:
-    engine, _ = greedy(save_quantized(tmp_path / "model", settings, quantize))
-    names = {type(module).__name__ for module in engine.model.module.modules()}
-    assert {name for name in names if "Linear" in name} == kinds
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -107,36 +107,6 @@ def test_the_largest_element_never_wraps_around(codec: Codec) -> None:
     assert_within_bounds(codec, blocks.contiguous())
 
 
-@every_lossy_codec
-@both_dtypes
-def test_errors_on_keys_with_large_channels(codec: Codec, dtype: torch.dtype) -> None:
-    blocks = make_blocks(8, (3, 4, 2, 16, 64), dtype)
-    error = (round_trip(codec, blocks).float() - blocks.float()).square().mean(dim=(0, 1, 2, 4, 5))
-    relative = (error / blocks.float().square().mean(dim=(0, 1, 2, 4, 5))).sqrt()
-    assert (relative < {"fp8": 0.03, "int8": 0.015, "int4": 0.17}[codec.name]).all(), f"K and V: {relative}"
-    if codec.name == "int4":
-        assert relative[0] < relative[1] / 3, f"a scale per channel should help keys: {relative}"
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "expected"),
-    [
-        ("raw", torch.bfloat16, 368_640),
-        ("raw", torch.float32, 737_280),
-        ("fp8", torch.bfloat16, 184_320 + 5_760),
-        ("int8", torch.float32, 184_320 + 5_760),
-        ("int4", torch.bfloat16, 92_160 + 23_040 + 5_760),
-    ],
-)
-def test_bytes_of_the_default_models_block(name: str, dtype: torch.dtype, expected: int) -> None:
-    assert create_codec(name).encoded_bytes((3, 30, 2, 16, 64), dtype) == expected
-
-
-def test_an_odd_head_dim_takes_half_a_byte_more() -> None:
-    even, odd = (create_codec("int4").encoded_bytes((1, 1, 2, 1, dim), torch.float32) for dim in (6, 5))
-    assert even - odd == 2 * 2  # scale and centre of one key channel; the elements take as many bytes
-
-
 def test_the_layout_of_what_tiers_keep() -> None:
     # One layer, two tokens, one head of three. Tiers outlive processes: a change here needs another codec name.
     keys, values = [[0.0, -16.0, 1.0], [15.0, -16.0, 4.0]], [[127.0, -1.0, 0.0], [63.5, 0.0, 0.0]]
@@ -166,18 +136,6 @@ def test_every_fp8_code_decodes_to_its_number() -> None:
     assert torch.equal(out.flatten()[is_number], 2 * numbers[is_number])
 
 
-@every_codec
-@both_dtypes
-def test_zeros_stay_zeros(codec: Codec, dtype: torch.dtype) -> None:
-    blocks = make_blocks(2, dtype=dtype)
-    blocks[0] = 0
-    blocks[1, 0, 2, 1, 2] = 0  # a token's value
-    blocks[1, 0, 0, 0, :, 3] = 0  # a key's channel
-    decoded = round_trip(codec, blocks)
-    for part in (decoded[0], decoded[1, 0, 2, 1, 2], decoded[1, 0, 0, 0, :, 3]):
-        assert (part == 0).all()
-
-
 @every_lossy_codec
 @both_dtypes
 @pytest.mark.parametrize("magnitude", [3e38, 1e30, 1e-30, 1e-37, 1e-38, 1e-39, 1e-45, 0.0])
@@ -191,9 +149,7 @@ def test_finite_stays_finite_at_both_ends_of_the_range(codec: Codec, dtype: torc
 @every_lossy_codec
 @both_dtypes
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_no_number_shows_in_all_that_shares_its_scale_alone(
-    codec: Codec, dtype: torch.dtype, bad: float
-) -> None:
+def test_no_number_shows_in_all_that_shares_its_scale(codec: Codec, dtype: torch.dtype, bad: float) -> None:
     blocks = make_blocks(2, dtype=dtype)
     expected = round_trip(codec, blocks)
     blocks[1, 1, 0, 0, 3, 2] = bad  # a key
@@ -232,9 +188,7 @@ def test_strides_of_blocks_do_not_matter(codec: Codec, dtype: torch.dtype, layou
 @every_codec
 @both_dtypes
 @pytest.mark.parametrize(("offset", "gap"), [(0, 0), (1, 0), (3, 5), (4, 8), (2, 1)])
-def test_encoded_rows_may_lie_anywhere_and_nothing_beside_them_is_written(
-    codec: Codec, dtype: torch.dtype, offset: int, gap: int
-) -> None:
+def test_encoded_rows_may_lie_anywhere(codec: Codec, dtype: torch.dtype, offset: int, gap: int) -> None:
     blocks = make_blocks(3, dtype=dtype)
     expected = encode(codec, blocks)
     size = expected.shape[1]
@@ -252,9 +206,7 @@ def test_encoded_rows_may_lie_anywhere_and_nothing_beside_them_is_written(
 
 @every_codec
 @pytest.mark.parametrize("blocks_of_slab", [0, 1, 3, 7, 8])
-def test_a_block_has_the_same_bytes_alone_and_among_others(
-    codec: Codec, blocks_of_slab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_alone_has_the_same_bytes(codec: Codec, blocks_of_slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = make_blocks(7, dtype=torch.bfloat16)
     monkeypatch.setitem(_SLAB_BYTES, "cpu", blocks_of_slab * math.prod(SHAPE) * 4)
     together = encode(codec, blocks)

@@ -47,9 +47,6 @@ def evict(policy: EvictionPolicy, count: int) -> list[object]:
     return victims
 
 
-# Every policy: the forest and its pins against a naive model.
-
-
 class Model:
     """A naive model of the resident and pinned keys."""
 
@@ -110,34 +107,8 @@ def test_any_sequence_of_calls_keeps_the_forest(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_nothing_is_evicted_from_an_empty_tier(name: str) -> None:
-    assert POLICIES[name](1).victim() is None
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_pin_keeps_the_key_and_its_ancestors(name: str) -> None:
-    policy = POLICIES[name](4)
-    store(policy, "a", "b", "c", "d")
-    policy.pin("b")
-    policy.pin("b")
-    assert evict(policy, 3) == ["d", "c", None]
-    policy.unpin("b")
-    assert policy.victim() is None
-    policy.unpin("b")
-    assert evict(policy, 3) == ["b", "a", None]
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_chain_that_comes_leaf_first_goes_leaf_first(name: str) -> None:
-    policy = POLICIES[name](3)
-    for key, parent in (("c", "b"), ("b", "a"), ("a", None)):
-        policy.add(key, parent)
-    assert evict(policy, 3) == ["c", "b", "a"]
-
-
-@pytest.mark.parametrize("name", POLICIES)
 def test_bookkeeping_is_bounded(name: str) -> None:
-    """Ghosts, heaps and runs do not grow with the traffic."""
+    """Ghosts, heaps and runs stay small: neither new keys nor uses of one key make them grow."""
     policy = POLICIES[name](50)
     sizes = []
     for idx in range(12_000):
@@ -147,14 +118,9 @@ def test_bookkeeping_is_bounded(name: str) -> None:
         if idx in (5999, 11_999):
             sizes.append(len(pickle.dumps(policy)))
     assert sizes[1] <= 1.1 * sizes[0]
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_chain_longer_than_the_tier_keeps_its_start(name: str) -> None:
-    policy = POLICIES[name](3)
-    store(policy, *range(10))
-    evict(policy, 7)
-    assert sorted(policy) == [0, 1, 2]
+    for _ in range(12_000):
+        policy.touch("11999b")
+    assert len(pickle.dumps(policy)) <= 2 * sizes[0]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -163,50 +129,12 @@ def test_a_tier_without_room_is_refused(name: str) -> None:
         POLICIES[name](0)
 
 
-# Each policy's own character.
-
-
 def test_lru_evicts_chains_in_the_order_of_their_last_use() -> None:
     policy = LRU(9)
     store(policy, "a1", "a2", "a3")
     store(policy, "b1", "b2")
     store(policy, "a1", "a2")
     assert evict(policy, 5) == ["a3", "b2", "b1", "a2", "a1"]
-
-
-def test_lru_keeps_a_shared_root_until_its_last_child_is_gone() -> None:
-    policy = LRU(9)
-    store(policy, "root", "a")
-    store(policy, "root", "b")
-    assert evict(policy, 3) == ["a", "b", "root"]
-
-
-def test_lru_does_not_survive_that_scan() -> None:
-    policy = LRU(20)
-    store(policy, "x", "y", "z")
-    store(policy, "x", "y", "z")
-    for idx in range(100):
-        store(policy, idx, -1 - idx)
-        evict(policy, len(policy) - 20)
-    assert not {"x", "y", "z"} & set(policy)
-
-
-def replay_conversations(policy: EvictionPolicy, num_turns: int, num_conversations: int) -> float:
-    """Conversations take turns, and each turn adds a block. Returns the share of blocks that were found."""
-    num_hits = num_blocks = 0
-    for turn in range(1, num_turns + 1):
-        for conversation in range(num_conversations):
-            chain = [(conversation, idx) for idx in range(turn)]
-            num_hits += sum(key in policy for key in chain)
-            num_blocks += len(chain)
-            store(policy, *chain)
-            evict(policy, len(policy) - policy.capacity)
-    return num_hits / num_blocks
-
-
-def test_hit_density_keeps_some_conversations_where_lru_loses_all() -> None:
-    assert replay_conversations(LRU(300), 30, 40) < 0.1
-    assert replay_conversations(HitDensity(300), 30, 40) > 0.35
 
 
 def test_hit_density_knows_the_turn_of_an_evicted_conversation() -> None:
@@ -223,9 +151,6 @@ def test_hit_density_ranks_by_recency_before_it_has_seen_anything() -> None:
     for key in range(10):
         store(policy, key)
     assert evict(policy, 10) == list(range(10))
-
-
-# On recorded traffic.
 
 
 QUICK = [(TRACES[0], 500), (TRACES[0], 4000), (TRACES[1], 1000), (TRACES[1], 16_000)]

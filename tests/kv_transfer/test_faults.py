@@ -16,7 +16,6 @@ import torch
 from tandem.decode_worker.role import DecodeRole
 from tandem.engine.engine import Engine
 from tandem.kv_transfer.links import LinkState, PeerLinks
-from tandem.kv_transfer.outbox import LeaseEnded, Outbox
 from tandem.kv_transfer.transport.base import Notification, TransferState
 from tandem.kv_transfer.transport.checksum import append_checksum, strip_checksum
 from tandem.kv_transfer.transport.faulty import FaultyTransport
@@ -63,9 +62,6 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-# The faulty transport.
-
-
 class Link:
     """A faulty sender "p" and a receiver "d" over the in-process transport; the test sets the time."""
 
@@ -92,13 +88,6 @@ class Link:
         return [notification.payload for notification in self.receiver.poll()]
 
 
-def test_without_faults_nothing_changes() -> None:
-    link = Link({})
-    assert link.sender.write_blocks("d", [1, 2], [1, 2], b"x").state is TransferState.DONE
-    assert (link.landed, link.arrived()) == ([1, 2], [b"x"])
-    assert not link.sender.injected
-
-
 @pytest.mark.parametrize(
     ("fault", "landed", "payloads"),
     [
@@ -115,13 +104,6 @@ def test_a_fault_of_a_write_that_is_reported_as_done(fault: Fault, landed: int, 
     assert (len(link.landed), link.arrived()) == (landed, payloads)
     assert torch.equal(link.source, before)
     assert link.sender.injected == Counter({fault.value: 1})
-
-
-def test_a_garbled_notification_differs_by_one_bit() -> None:
-    link = Link({Fault.GARBLE: 1.0})
-    link.sender.write_blocks("d", [], [], b"message")
-    (payload,) = link.arrived()
-    assert sum((a ^ b).bit_count() for a, b in zip(payload, b"message", strict=True)) == 1
 
 
 def test_a_delayed_write_holds_up_the_link_and_keeps_its_order() -> None:
@@ -177,21 +159,6 @@ def test_what_is_held_is_lost_with_its_peer() -> None:
     assert (link.landed, link.sender.is_quiet("d")) == ([1], True), "it was only down"
 
 
-def test_a_stuck_write_holds_up_its_link_until_that_is_reset() -> None:
-    link = Link({Fault.STICK: 1.0})
-    stuck = link.sender.write_blocks("d", [1], [1])
-    link.sender.rates = {}
-    behind = link.sender.write_blocks("d", [2], [2])
-    link.now = 1e9
-    link.sender.poll()
-    assert (stuck.is_settled, behind.is_settled, link.landed) == (False, False, [])
-    link.sender.remove_peer("d")
-    assert (stuck.state, behind.state) == (TransferState.LOST, TransferState.LOST)
-
-
-# Checksums.
-
-
 def test_a_sealed_message_shows_every_flipped_bit_and_every_cut() -> None:
     message = b"the first token is 42"
     sealed = append_checksum(message)
@@ -214,9 +181,6 @@ def test_all_blocks_are_checked_or_none(model: Path, checksums: str, num_expecte
             assert len(chunk.checksums) in (0, chunk.num_blocks)
             num_checked += sum(checksum != b"" for checksum in chunk.checksums)
     assert (num_blocks, num_checked) == (32, num_expected)
-
-
-# Roles.
 
 
 def make_engine(model: Path) -> Engine:
@@ -283,9 +247,8 @@ class SenderSide:
             self.role.link_ready(change.peer, self.now)
 
     def prefill(self, request_id: str, prompt: list[int]) -> None:
-        self.role.accept(
-            Prefill(request_id=request_id, token_ids=prompt, sampling=GREEDY, decode_worker=address("d")), self.now
-        )
+        request = Prefill(request_id=request_id, token_ids=prompt, sampling=GREEDY, decode_worker=address("d"))
+        self.role.accept(request, self.now)
         while request_id in self.engine.sequences:
             [result] = self.engine.step()
             self.role.after_step(result)
@@ -375,9 +338,7 @@ def test_a_stuck_link_of_known_pace_is_reset_in_seconds(model: Path) -> None:
 @pytest.mark.parametrize(
     ("seconds_per_block", "stuck_after_s"), [(0.001, 10.0), (0.2, 12.0), (0.45, 27.0), (9.0, 30.0)]
 )
-def test_a_link_may_need_many_times_what_it_usually_does(
-    model: Path, seconds_per_block: float, stuck_after_s: float
-) -> None:
+def test_a_link_may_need_many_times_its_pace(model: Path, seconds_per_block: float, stuck_after_s: float) -> None:
     sender = SenderSide(model, handoff_timeout_s=30.0)
     sender.role.writes.paces["d"] = RecentPace(sender.engine.block_bytes, seconds_per_block)
     stuck_writes(sender, num_handoffs=1)
@@ -466,18 +427,6 @@ def test_wherever_a_link_flaps_every_lease_is_confirmed_after_it_healed(model: P
     sender.check_idle()
 
 
-def test_a_transport_that_can_prove_nothing_confirms_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = SenderSide(model, rates={Fault.LOSE: 1.0}, max_delay_s=10.0)
-    monkeypatch.setattr(sender.transport, "is_quiet", lambda worker_id: False)
-    sender.send("r")
-    for now in (1.0, 100.0, 1000.0):
-        sender.role.expire(now)
-        sender.answer_hello()
-        sender.role.pump(now)
-    assert closed_leases(sender) == []
-    assert sender.role.writes.loads[0].num_lost >= 1
-
-
 def test_nothing_is_sent_for_a_receiver_that_is_known_to_be_dead(model: Path) -> None:
     sender = SenderSide(model)
     sender.links.forget(WorkerEpoch("d", 1))
@@ -546,21 +495,6 @@ def test_a_notification_that_cannot_be_read_is_dropped(model: Path, payload: byt
     assert (role.num_open, role.num_leases, engine.pool.num_used) == (1, 1, 3)
 
 
-def test_a_lost_notification_alone_keeps_no_block_in_quarantine() -> None:
-    outbox = Outbox()
-    outbox.open("r", WorkerEpoch("d", 1), num_blocks=1, grant_deadline=30)
-    outbox.granted("r", WorkerEpoch("d", 1), generation=5, first_block=0, block_ids=[9], ttl_s=10, now=0)
-    outbox.blocks_computed("r", [0], 1)
-    outbox.first_tokens("r", (42,))
-    chunk, done = outbox.next_writes()
-    outbox.write_settled(chunk, TransferState.DONE)
-    outbox.write_settled(done, TransferState.LOST)
-    assert any(isinstance(ended, LeaseEnded) for ended in outbox.take_ended())  # it carried no block that could land
-
-
-# Handoffs by the hundred.
-
-
 def test_two_hundred_handoffs_under_all_faults(model: Path) -> None:
     report = run(model, handoffs=200, seed=1, faults=Faults())
     print(f"seed 1: {report}")
@@ -571,9 +505,7 @@ def test_two_hundred_handoffs_under_all_faults(model: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [20, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (21, 22, 23))])
-def test_links_that_are_reset_early_lose_no_block_and_no_token(
-    model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_that_are_reset_early_lose_nothing(model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_writes, "_LEAST_STUCK_S", 0.5)  # of the 4 s of a handoff
     faults = Faults(writes={Fault.STICK: 0.02, Fault.DELAY: 0.1}, kill_receiver=0.001)
     report = run(model, handoffs=150, seed=seed, faults=faults)
@@ -613,20 +545,8 @@ def test_without_waiting_for_the_device_its_blocks_are_touched_early(model: Path
     assert not report.is_clean
 
 
-def test_the_same_seed_gives_the_same_run(model: Path) -> None:
-    first, second = (run(model, handoffs=25, seed=3, faults=Faults()) for _ in range(2))
-    assert first == second
-
-
 def test_without_checksums_damage_is_seen(model: Path) -> None:
     faults = Faults(writes={Fault.TEAR: 0.3})
     report = run(model, handoffs=40, seed=4, faults=faults, checksums="off")
     assert report.wrong_tokens > 0
-    assert not report.is_clean
-
-
-def test_a_leak_is_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DecodeRole, "closed", lambda self, message: None)  # it never hears that a lease is closed
-    report = run(model, handoffs=40, seed=5, faults=Faults(writes={Fault.FAIL: 0.2}))
-    assert report.leaked_blocks > 0
     assert not report.is_clean

@@ -521,12 +521,8 @@ class World:
             )
         )
         early = tuple((g.lease, max(0, g.deadline - now)) for g in outbox._early_grants.values())
-        writes = tuple(
-            (w.handoff.handoff_id, w.notification.generation, tuple(w.remote_block_ids)) for w in self.writes
-        )
-        notifications = tuple(
-            (m.generation, m.first_block if isinstance(m, ChunkArrived) else -1) for m in self.notifications
-        )
+        writes = tuple((w.handoff.handoff_id, w.notification.generation, *w.remote_block_ids) for w in self.writes)
+        notifications = tuple((m.generation, getattr(m, "first_block", -1)) for m in self.notifications)
         past = tuple(sorted(outbox._past)), tuple(sorted(outbox._ungranted)), tuple(sorted(outbox._lost_leases))
         return (
             *(leases, sent, early, writes, notifications, past, self.network, self.strays, self.is_link_up),
@@ -751,16 +747,6 @@ class FreesAtFencing(LeaseTable):
         return self._release(entry, reason)
 
 
-class FreesAtGivingUp(LeaseTable):
-    def give_up_sender(self, sender: WorkerEpoch) -> Any:
-        return [self._release(self._entries[fenced.lease.generation], "") for fenced in super().give_up_sender(sender)]
-
-
-class TakesAnyGeneration(LeaseTable):
-    def _find(self, request_id: str, generation: int, what: str) -> Any:
-        return super()._find(request_id, self._live.get(request_id, generation), what)
-
-
 class RepeatsGenerations(LeaseTable):
     def __init__(self, *, first_generation: int = 1) -> None:
         super().__init__()
@@ -771,11 +757,6 @@ class HidesMissingChunks(LeaseTable):
         ended = super().handoff_done(*args, **fields)
         is_received = isinstance(ended, LeaseReceived)
         return ended._replace(checksums=[b""] * len(ended.lease.block_ids)) if is_received else ended
-
-
-class FreesLateLeases(LeaseTable):
-    def expire(self, now: float) -> Any:
-        return [self._release(self._entries[fenced.lease.generation], "late") for fenced in super().expire(now)]
 
 
 class KeepsLeasesOfTheDead(LeaseTable):
@@ -790,27 +771,10 @@ class EndsLeasesTwice(LeaseTable):
         super()._remove(entry)
 
 
-class ConfirmsUnderAWrite(Outbox):
-    def revoked(self, request_id: str, receiver: WorkerEpoch, generation: int) -> None:
-        super().revoked(request_id, receiver, generation)
-        self._ended.append(LeaseEnded(receiver, request_id, generation, ""))
-
-
-class VouchesForLostWrites(Outbox):
-    def write_settled(self, write: BlockWrite, state: TransferState) -> None:
-        super().write_settled(write, TransferState.FAILED if state is TransferState.LOST else state)
-
-
 class WritesAfterItsEnd(Outbox):
     def granted(self, *args: Any, **fields: Any) -> None:
         self._past.clear()
         super().granted(*args, **fields)
-
-
-class ConfirmsOnce(Outbox):
-    def revoked(self, request_id: str, receiver: WorkerEpoch, generation: int) -> None:
-        if not any(lease.generation == generation for lease in self._past):
-            super().revoked(request_id, receiver, generation)
 
 
 class FailsWhatIsInLine(Outbox):
@@ -828,17 +792,11 @@ class ForgetsItsLeaseInLine(Outbox):
     ("broken", "bounds", "violation"),
     [
         (FreesAtFencing, NO_FAULTS, "is freed while a write|writes to block"),
-        (FreesAtGivingUp, NO_FAULTS._replace(give_ups=1), "is freed while a write|writes to block"),
-        (FreesLateLeases, NO_FAULTS, "is freed while a write|writes to block"),
-        (TakesAnyGeneration, NO_FAULTS._replace(num_pool_blocks=2, grants=2), "received|is freed|writes to block"),
         (RepeatsGenerations, NO_FAULTS._replace(grants=2, receiver_deaths=1), "is used again"),
         (HidesMissingChunks, NO_FAULTS, "received"),
         (KeepsLeasesOfTheDead, NO_FAULTS._replace(sender_deaths=1), "a leak"),
         (EndsLeasesTwice, NO_FAULTS, "ends twice|the table holds"),
-        (ConfirmsUnderAWrite, NO_FAULTS, "is freed while a write|writes to block"),
-        (VouchesForLostWrites, NO_FAULTS, "is freed while a write|writes to block"),
         (WritesAfterItsEnd, NO_FAULTS._replace(opens=2, cancels=1, repeats=1), "writes to block|is freed while"),
-        (ConfirmsOnce, NO_FAULTS, "a leak"),
         (FailsWhatIsInLine, NO_FAULTS._replace(queues=1), "in line fails as late"),
         (ForgetsItsLeaseInLine, NO_FAULTS._replace(queues=1), "without a grant"),
     ],

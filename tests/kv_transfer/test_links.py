@@ -87,13 +87,6 @@ def test_connecting_twice_sends_one_hello(hub: InProcessHub) -> None:
     assert a.sent == []
 
 
-def test_a_refused_link_is_tried_again(hub: InProcessHub) -> None:
-    a, b = Side(hub, "a", block_size="32"), Side(hub, "b")
-    assert connect(a, b) is LinkState.REFUSED
-    a.links.connect(b.address, now=1.0)
-    assert len(a.sent) == 1
-
-
 def test_a_peer_that_does_not_answer_is_given_up(hub: InProcessHub) -> None:
     a, b = Side(hub, "a"), Side(hub, "b")
     a.links.connect(b.address, now=1.0)
@@ -130,16 +123,6 @@ def test_an_answer_of_another_epoch_changes_nothing(hub: InProcessHub) -> None:
     assert deliver(a, new) == [None]
     assert deliver(new, a) == [LinkState.READY]
     assert not a.links.is_ready(old.address)
-
-
-def test_a_broken_link_is_opened_anew_by_the_next_connect(hub: InProcessHub) -> None:
-    a, b = Side(hub, "a"), Side(hub, "b")
-    connect(a, b)
-    a.transport.remove_peer("b")
-    a.links.broke(WorkerEpoch("b", 1))
-    assert not a.links.is_ready(b.address)
-    assert connect(a, b) is LinkState.READY
-    a.transport.write_blocks("b", [0], [1])
 
 
 def test_a_break_of_a_former_epoch_leaves_the_new_link_alone(hub: InProcessHub) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +8,9 @@ import pytest
 
 from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
 from tandem.protocol.errors import ConfigError
+
+WRONG_HOSTS = ("", "http://a", "a/b", "*.a", "a,b", "a b", "[::1", "a@b")
+WRONG_ORIGINS = ("", "localhost:3000", "http://a/", "http://a/b", "http://[", "http://*.a", "http://a,http://b")
 
 
 def make_engine_config(**changes: Any) -> EngineConfig:
@@ -24,22 +26,8 @@ def make_cluster_config(**changes: Any) -> ClusterConfig:
     [
         (make_engine_config, {"block_size": 24}),
         (make_engine_config, {"max_num_batched_tokens": 127}),
-        *(
-            (RouterConfig, {"allowed_hosts": (value,)})
-            for value in ("", "http://a", "a/b", "*.a", "a,b", "a b", "[::1", "a@b")
-        ),
-        *(
-            (RouterConfig, {"cors_allow_origins": (value,)})
-            for value in (
-                "",
-                "localhost:3000",
-                "http://a/",
-                "http://a/b",
-                "http://[",
-                "http://*.a",
-                "http://a,http://b",
-            )
-        ),
+        *((RouterConfig, {"allowed_hosts": (value,)}) for value in WRONG_HOSTS),
+        *((RouterConfig, {"cors_allow_origins": (value,)}) for value in WRONG_ORIGINS),
         *((make_cluster_config, {"ray_address": value}) for value in ("head", "local", "http://a", "a b:1", "/a")),
         (make_cluster_config, {"num_prefill": 0}),
         (make_cluster_config, {"num_decode": 0}),
@@ -98,16 +86,6 @@ def test_values_at_the_edge_are_accepted(make: Callable[..., object], changes: d
 @pytest.mark.parametrize(("lease_ttl_s", "interval_s"), [(0.5, 0.05), (5.0, 0.5), (10.0, 1.0), (600.0, 1.0)])
 def test_a_lease_outlives_nine_lost_heartbeats(lease_ttl_s: float, interval_s: float) -> None:
     assert TransferConfig(lease_ttl_s=lease_ttl_s).heartbeat_interval_s == interval_s
-
-
-def test_an_unknown_field_is_an_error() -> None:
-    with pytest.raises(TypeError):
-        make_engine_config(max_num_seq=3)
-
-
-def test_configs_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        make_engine_config().block_size = 32  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

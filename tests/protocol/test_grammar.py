@@ -13,32 +13,14 @@ from tandem.protocol import grammar as module
 from tandem.protocol.grammar import compile_probe
 
 LETTERS = "abcxyz"
+_END = {"id": 0, "content": "</s>", "special": True}
+_END |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_VOCAB = {"</s>": 0} | {letter: number for number, letter in enumerate(LETTERS, 1)}
 TOKENIZER = json.dumps(
-    {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": 0,
-                "content": "</s>",
-                "special": True,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-            }
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "vocab": {"</s>": 0} | {letter: number for number, letter in enumerate(LETTERS, 1)},
-            "merges": [],
-        },
-    }
+    dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
+    | {"version": "1.0", "added_tokens": [_END], "pre_tokenizer": _BYTES, "decoder": _BYTES}
+    | {"model": {"type": "BPE", "vocab": _VOCAB, "merges": []}}
 )
 
 

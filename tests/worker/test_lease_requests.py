@@ -71,9 +71,8 @@ class Side:
 
     def send(self, request_id: str, num_tokens: int) -> None:
         tokens = random.Random(request_id).choices(range(5, 250), k=num_tokens)
-        self.prefill.accept(
-            Prefill(request_id=request_id, token_ids=tokens, sampling=GREEDY, decode_worker=D), self.now
-        )
+        request = Prefill(request_id=request_id, token_ids=tokens, sampling=GREEDY, decode_worker=D)
+        self.prefill.accept(request, self.now)
 
     def measured(self, *, seconds_per_block: float) -> None:
         self.prefill.writes.paces["d"] = RecentPace(self.engine.block_bytes, seconds_per_block)
@@ -149,15 +148,6 @@ def test_room_is_asked_for_as_late_as_the_transfer_allows(
         assert bool(sender.ids(LeaseRequest)) == (num_steps >= asked_after), f"after {num_steps} steps"
         sender.run_step()
     assert sender.ids(LeaseRequest) == ["r"], "once"
-    sender.end("r")
-
-
-def test_a_link_that_nothing_is_known_of_is_asked_at_once(sender: Side) -> None:
-    sender.send("r", 6 * STEP_TOKENS)
-    sender.prefill.pump(0.0)
-    assert sender.ids(LeaseRequest) == [], "it has no room here yet"
-    sender.engine.step(before_compute=lambda: sender.prefill.request_leases(sender.now))
-    assert sender.ids(LeaseRequest) == ["r"]
     sender.end("r")
 
 

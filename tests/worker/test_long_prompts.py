@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import RequestError
 from tandem.protocol.messages import (
@@ -24,34 +23,17 @@ from tandem.protocol.messages import (
     Generate,
     Hello,
     RequestFailed,
-    Role,
     StepOutput,
-    prompt_fields,
     router_to_worker,
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.worker import long_prompts
 from tandem.worker.long_prompts import unpacked
 from tandem.worker.loop import Worker
-from tests.support.cluster_harness import (
-    Client,
-    Oracle,
-    RunningWorker,
-    make_prompt,
-    running_cluster,
-    worker_config,
-)
+from tests.support.cluster_harness import Client, Oracle, make_prompt, running_cluster
 from tests.support.waiting import eventually, until
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture
-def worker(tiny_model: Path) -> Iterator[Worker]:
-    running = RunningWorker(Worker(worker_config(tiny_model, "w", Role.COLOCATED), hub=InProcessHub()))
-    yield running.worker
-    running.stop()
-    assert running.failure is None
 
 
 @pytest.fixture
@@ -106,13 +88,6 @@ def test_ids_are_unpacked_as_they_were(token_ids: list[int]) -> None:
             unpacked(token_bytes([*token_ids, 100]), 100)
 
 
-@pytest.mark.parametrize(("num_tokens", "is_packed"), [(0, False), (8192, False), (8193, True)])
-def test_only_long_prompts_are_packed(num_tokens: int, is_packed: bool) -> None:
-    token_ids = [7] * num_tokens
-    expected = {"packed_ids": token_bytes(token_ids)} if is_packed else {"token_ids": token_ids}
-    assert prompt_fields(token_ids) == expected
-
-
 @pytest.mark.cluster
 def test_a_packed_prompt_finds_the_blocks_of_the_same_list_and_no_others(client: Client, oracle: Oracle) -> None:
     prompt = make_prompt(100)
@@ -139,9 +114,7 @@ def test_a_packed_prompt_with_forks_and_the_beginning_of_an_answer(client: Clien
 
 
 @pytest.mark.cluster
-def test_while_a_prompt_is_in_the_thread_others_are_served(
-    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_a_held_prompt_others_go_on(worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = hold(worker, monkeypatch)
     client.send(packed("long", make_prompt(100)))
     client.send(Generate(request_id="short", token_ids=[5] * 20, sampling=GREEDY))
@@ -155,9 +128,7 @@ def test_while_a_prompt_is_in_the_thread_others_are_served(
 
 
 @pytest.mark.cluster
-def test_a_cancel_overtakes_a_prompt_in_the_thread(
-    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancel_overtakes_a_held_prompt(worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = hold(worker, monkeypatch)
     client.send(packed("a", make_prompt(100), forks=[Fork("b", 1)]))
     client.send(Cancel(request_id="a", is_confirmed=True))
@@ -170,9 +141,7 @@ def test_a_cancel_overtakes_a_prompt_in_the_thread(
 
 
 @pytest.mark.cluster
-def test_a_router_that_is_given_up_leaves_no_prompt_in_the_thread(
-    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_router_leaves_no_held_prompt(worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = hold(worker, monkeypatch)
     client.send(packed("a", make_prompt(100)))
     until(lambda: worker.call(worker.status).request_ids)
@@ -195,9 +164,7 @@ def test_a_router_that_is_given_up_leaves_no_prompt_in_the_thread(
     ],
     ids=["no such token", "too long", "truncated", "twice", "list"],
 )
-def test_a_wrong_packed_prompt_fails_alone_and_by_name(
-    worker: Worker, client: Client, wrong: dict[str, Any], code: str, text: str
-) -> None:
+def test_a_wrong_prompt_is_named(worker: Worker, client: Client, wrong: dict[str, Any], code: str, text: str) -> None:
     client.send_raw({"type": "Generate", "request_id": "bad", "sampling": {"max_tokens": 4}, **wrong})
     failed = client.receive(RequestFailed)
     assert (failed.request_id, failed.code) == ("bad", code)

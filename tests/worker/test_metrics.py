@@ -19,14 +19,7 @@ from tandem.protocol.digest import EVERYONE
 from tandem.protocol.errors import ServingError
 from tandem.protocol.messages import Prefetch, Role
 from tandem.router.backend import PinRequest
-from tests.support.cluster_harness import (
-    BLOCK_BYTES,
-    BLOCK_SIZE,
-    Client,
-    Cluster,
-    make_prompt,
-    running_cluster,
-)
+from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, Client, Cluster, make_prompt, running_cluster
 from tests.support.waiting import eventually
 from tests.worker.test_roles import damaging, flip_a_bit
 from tests.worker.test_worker_pins import hold_disk_reads
@@ -122,9 +115,7 @@ async def test_pinned_blocks_are_shown_where_they_are_kept(tiny_model: Path) -> 
 
 
 @pytest.mark.usefixtures("patient")
-async def test_loads_from_a_tier_are_shown_until_they_have_arrived(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_loads_from_a_tier_are_shown(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher._probe", lambda *_: None)
     gate = hold_disk_reads(monkeypatch)
     tiers = TierConfig(disk_cache_path=str(tmp_path), disk_cache_gb=500 * BLOCK_BYTES / 1e9)

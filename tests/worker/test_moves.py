@@ -39,6 +39,22 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "penalised": {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "min_tokens": 12},
     "stop token": {"temperature": 1.0, "seed": 3, "stop_token_ids": tuple(range(3, 40)), "min_tokens": 9},
 }
+Requests = list[tuple[list[int], dict[str, Any]]]
+
+
+def random_requests(rng: random.Random, num: int, lengths: list[int], kinds: int = 4, **fields: Any) -> Requests:
+    """Prompts of these lengths and their sampling, of the first so many kinds."""
+    names, fields = list(SAMPLING)[:kinds], fields | {"ignore_eos": True}
+    return [(make_prompt(rng.choice(lengths), number), SAMPLING[rng.choice(names)] | fields) for number in range(num)]
+
+
+def serve(cluster: Cluster, requests: Requests) -> list[asyncio.Task[Answer]]:
+    return [asyncio.create_task(cluster.generate(prompt, **sampling)) for prompt, sampling in requests]
+
+
+async def check(answers: list[asyncio.Task[Answer]], requests: Requests, oracle: Oracle) -> None:
+    for answer, (prompt, sampling) in zip(answers, requests, strict=True):
+        assert (await answer).token_ids == oracle.answer(prompt, **sampling)
 
 
 class Deaths:
@@ -77,9 +93,7 @@ class Deaths:
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("name", SAMPLING)
-async def test_the_death_of_the_decode_worker_at_any_token_changes_none(
-    tiny_model: Path, oracle: Oracle, name: str, every: int
-) -> None:
+async def test_death_while_decoding_changes_no_token(tiny_model: Path, oracle: Oracle, name: str, every: int) -> None:
     sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | SAMPLING[name]
     async with running_cluster(tiny_model, ROLES, router={"max_moves": 3}) as cluster:
         deaths = Deaths(cluster)
@@ -93,12 +107,7 @@ async def test_the_death_of_the_decode_worker_at_any_token_changes_none(
 
 @pytest.mark.parametrize(
     ("roles", "copy_kv_tokens", "speculate"),
-    [
-        (ROLES, 0, "off"),
-        ({"c": Role.COLOCATED, "c2": Role.COLOCATED}, 0, "off"),
-        (ROLES, 16, "off"),
-        (ROLES, 16, "2"),
-    ],
+    [(ROLES, 0, "off"), ({"c": Role.COLOCATED, "c2": Role.COLOCATED}, 0, "off"), (ROLES, 16, "off"), (ROLES, 16, "2")],
     ids=["pairs", "colocated", "copied", "drafting"],
 )
 async def test_deaths_among_many_streams_change_no_token(
@@ -114,14 +123,10 @@ async def test_deaths_among_many_streams_change_no_token(
     rng = random.Random(7)
     router = {"max_moves": 50, "copy_kv_tokens": copy_kv_tokens}
     async with running_cluster(tiny_model, roles, router=router, engine={"speculate": speculate}) as cluster:
-        requests = []
-        for number in range(24):
-            sampling = {"max_tokens": 40, "ignore_eos": True} | SAMPLING[rng.choice(list(SAMPLING))]
-            prompt = make_prompt(rng.choice([3, 40, 150, 300]), number)
-            if speculate != "off" and number % 2:
-                sampling["prediction"] = tuple(oracle.answer(prompt, **sampling))
-            requests.append((prompt, sampling))
-        answers = [asyncio.create_task(cluster.generate(prompt, **sampling)) for prompt, sampling in requests]
+        requests = random_requests(rng, 24, [3, 40, 150, 300], max_tokens=40)
+        for prompt, sampling in requests[1::2] if speculate != "off" else []:
+            sampling["prediction"] = tuple(oracle.answer(prompt, **sampling))
+        answers = serve(cluster, requests)
         while not all(answer.done() for answer in answers):
             victim = rng.choice(list(roles))
             address = cluster.worker(victim).address
@@ -129,8 +134,7 @@ async def test_deaths_among_many_streams_change_no_token(
             await asyncio.sleep(rng.uniform(0, 0.02))  # how far the others get meanwhile is left to chance
             await cluster.client.add_worker(address)
             await asyncio.sleep(rng.uniform(0.05, 0.1))  # and how far all get before the next death
-        for answer, (prompt, sampling) in zip(answers, requests, strict=True):
-            assert (await answer).token_ids == oracle.answer(prompt, **sampling)
+        await check(answers, requests, oracle)
         print(dict(cluster.flow.context.moves.num_moves))
         assert cluster.flow.context.moves.num_moves["worker_lost"] > 3
         await cluster.becomes_idle()
@@ -143,40 +147,31 @@ async def test_answers_follow_the_roles_of_workers_without_losing_a_token(
     monkeypatch.setattr(copy_ahead, "_MIN_COPY_S", min_copy_s)
     rng = random.Random(3)
     async with running_cluster(tiny_model, ROLES) as cluster:
-        requests = []
-        for number in range(16):
-            sampling = {"max_tokens": 60, "ignore_eos": True} | SAMPLING[rng.choice(list(SAMPLING))]
-            requests.append((make_prompt(rng.choice([40, 150, 300]), number), sampling))
-        answers = [asyncio.create_task(cluster.generate(prompt, **sampling)) for prompt, sampling in requests]
+        requests = random_requests(rng, 16, [40, 150, 300], max_tokens=60)
+        answers = serve(cluster, requests)
         while not all(answer.done() for answer in answers):
             for worker_id, role in (("p", Role.DECODE), ("d", Role.PREFILL), ("d", Role.DECODE), ("p", Role.PREFILL)):
                 await cluster.call(worker_id, lambda name=worker_id, role=role: cluster.worker(name).set_role(role))
                 cluster.registry.set_role(worker_id, role)
                 await asyncio.sleep(rng.uniform(0.01, 0.05))  # how far the answers get meanwhile is left to chance
-        for answer, (prompt, sampling) in zip(answers, requests, strict=True):
-            assert (await answer).token_ids == oracle.answer(prompt, **sampling)
+        await check(answers, requests, oracle)
         assert cluster.flow.context.moves.num_moves["role_change"] > 3
         await cluster.becomes_idle()
 
 
-async def test_answers_go_to_a_worker_that_joins_and_stay_there(
-    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_go_to_who_joins(tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_spots, "_MIN_REMAINING_TOKENS", 1)
     # Steps cost what their sequences cost, in the router's eyes: whether a move pays is not up to this machine's pace.
     monkeypatch.setattr(cost_model, "CPU_PRIOR", CPU_PRIOR._replace(base_s=0.0, decode_seq_s=0.01))
     monkeypatch.setattr(CostModel, "learn", lambda *_: None)
-    rng, num_tokens = random.Random(5), 200
+    rng = random.Random(5)
     async with running_cluster(tiny_model, {"d": Role.COLOCATED, "d2": Role.COLOCATED}) as cluster:
         address = cluster.worker("d2").address
         cluster.client.mark_dead("d2", "it joins later")
-        requests = []
-        for number in range(8):
-            sampling = {"max_tokens": num_tokens, "ignore_eos": True} | SAMPLING[rng.choice(list(SAMPLING)[:3])]
-            requests.append((make_prompt(rng.choice([40, 150]), number), sampling))
+        requests = random_requests(rng, 8, [40, 150], kinds=3, max_tokens=200)
         engine = cluster.worker("d").parts.engine
         may_go_on = hold_steps(monkeypatch, engine, lambda: len(engine.scheduler.running) == len(requests))
-        answers = [asyncio.create_task(cluster.generate(prompt, **sampling)) for prompt, sampling in requests]
+        answers = serve(cluster, requests)
         registry = cluster.registry
         await eventually(lambda: (d := registry.get("d")) is not None and d.load.num_running == len(requests))
         await cluster.client.add_worker(address)
@@ -186,8 +181,7 @@ async def test_answers_go_to_a_worker_that_joins_and_stay_there(
             if (spot := cluster.flow.hot_spots.look()) is not None:
                 spots.append(spot)
             await asyncio.sleep(0.005)  # whatever they do meanwhile
-        for answer, (prompt, sampling) in zip(answers, requests, strict=True):
-            assert (await answer).token_ids == oracle.answer(prompt, **sampling)
+        await check(answers, requests, oracle)
         # An answer may end before it has left.
         assert 2 <= cluster.flow.context.moves.num_moves[HotSpotCause.PACE] <= len(spots)
         assert {(spot.worker, spot.to) for spot in spots} == {("d", "d2")}

@@ -69,9 +69,7 @@ def test_many_changes_come_in_messages_of_bounded_size_in_order(
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 4096, 4097, 62_500])
-def test_an_index_that_gets_a_snapshot_follows_the_events_behind_it(
-    replies: RouterReplies, sockets: Sockets, num_blocks: int
-) -> None:
+def test_an_index_follows_behind_its_snapshot(replies: RouterReplies, sockets: Sockets, num_blocks: int) -> None:
     blocks = chain(0, num_blocks)
     replies.send_events({"pool": (blocks, []), "host": (chain(0, 1), [])})
     replies.send_snapshot(b"s", "pool", blocks)

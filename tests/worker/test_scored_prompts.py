@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,18 +21,13 @@ NUM_TOP = 3
 
 
 @pytest.mark.parametrize("roles", [PAIR, COLOCATED], ids=["pair", "colocated"])
-async def test_scores_are_those_of_one_engine_whatever_is_cached(
-    tiny_model: Path, oracle: Oracle, roles: dict[str, Role]
-) -> None:
+async def test_scores_are_those_of_one_engine(tiny_model: Path, oracle: Oracle, roles: dict[str, Role]) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
     async with running_cluster(tiny_model, roles, tiers=tiers) as cluster:
         prompts = [make_prompt(length) for length in LENGTHS]
         for turn in range(2):  # in the second one all prompts are in the pool and in host memory
-            fields: dict[str, Any] = {
-                "num_prompt_logprobs": NUM_TOP,
-                "ignore_eos": True,
-                "max_tokens": 6 if turn else 1,
-            }
+            num_tokens = 6 if turn else 1
+            fields = {"num_prompt_logprobs": NUM_TOP, "ignore_eos": True, "max_tokens": num_tokens}
             answers = await asyncio.gather(*(cluster.generate(prompt, **fields) for prompt in prompts))
             for prompt, answer in zip(prompts, answers, strict=True):
                 assert answer.prompt_logprobs == oracle.scores(prompt, NUM_TOP), (turn, len(prompt))

@@ -135,14 +135,6 @@ def test_a_peer_gets_heartbeats_and_nothing_of_a_routers(world: World) -> None:
     assert len(world.answer("a")) == 3
 
 
-def test_a_key_that_nobody_introduced_is_counted(world: World) -> None:
-    address = world.worker.address
-    with contextlib.closing(Client(world.worker, make_keys())) as stranger:
-        stranger.send(PeerHello(sender=address, compatibility={}))
-        until(lambda: world.dropped.get("stranger"), explain=lambda: str(world.dropped))
-        assert stranger.poll(0) == 0
-
-
 def test_a_peers_hello_is_refused_without_values(world: World) -> None:
     """The refusal goes to the address the router gave, not to wherever the hello came from."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:

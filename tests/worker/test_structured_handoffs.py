@@ -15,18 +15,11 @@ from tandem.protocol.messages import Role
 from tests.support.cluster_harness import PAIR, Oracle, running_cluster
 from tests.support.judged_hub import Verdict
 from tests.support.structured_requests import random_sampling
-from tests.support.tiny_llama import save_tiny_text_model
 from tests.worker.test_roles import garbling, make_prompt, num_recomputed
 
 pytestmark = pytest.mark.cluster
 
-VOCAB_SIZE = 300
 COLOCATED = {"c": Role.COLOCATED}
-
-
-@pytest.fixture(scope="module")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_text_model(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +50,7 @@ async def test_answers_are_those_of_one_engine(
 ) -> None:
     source = random.Random(seed)
     transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 5.0} if judge else {}
-    requests = [
-        (make_prompt(source.randint(1, 200)), random_sampling(source, vocab_size=VOCAB_SIZE)) for _ in range(16)
-    ]
+    requests = [(make_prompt(source.randint(1, 200)), random_sampling(source, vocab_size=300)) for _ in range(16)]
     requests += [
         (prompt, {**sampling, "seed": sampling["seed"] + 1}) for prompt, sampling in requests[:4]
     ]  # as `n` choices

@@ -55,9 +55,7 @@ async def test_a_pair_of_any_ranks_answers_as_one_engine(
 
 
 @pytest.mark.parametrize("ranks", RANKS, ids=["2 to 1", "1 to 2", "2 to 2"])
-async def test_a_worker_reads_blocks_of_one_of_other_ranks(
-    tiny_model: Path, oracle: Oracle, ranks: tuple[int, int]
-) -> None:
+async def test_a_worker_reads_of_other_ranks(tiny_model: Path, oracle: Oracle, ranks: tuple[int, int]) -> None:
     tokens = prompt(random.Random(5), 28 * BLOCK_SIZE + 3)
     overrides = of_ranks(a=ranks[0], b=ranks[1])
     async with running_cluster(tiny_model, TWO, overrides=overrides, transfer={"checksums": "all"}) as cluster:

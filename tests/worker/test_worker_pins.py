@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import threading
 import time
@@ -99,7 +98,6 @@ async def test_a_pinned_prefix_outlives_pressure_in_the_pool_and_expires(tiny_mo
 
 async def test_a_request_that_needs_the_room_of_pins_gets_it(tiny_model: Path, oracle: Oracle) -> None:
     tiers = TierConfig(pin_share=0.9)
-
     rng = random.Random(2)
     async with alone(tiny_model, tiers, num_blocks=34) as cluster:
         pinned = prompt_of(rng, 28)
@@ -115,7 +113,6 @@ async def test_a_request_that_needs_the_room_of_pins_gets_it(tiny_model: Path, o
 
 async def test_with_host_memory_pins_keep_blocks_there_and_not_in_the_pool(tiny_model: Path, oracle: Oracle) -> None:
     tiers = TierConfig(host_cache_gb=60.5 * BLOCK_BYTES / 1e9, eviction_policy="lru")
-
     rng = random.Random(3)
     async with alone(tiny_model, tiers) as cluster:
         pinned, other = prompt_of(rng, 12), prompt_of(rng, 12)
@@ -186,9 +183,7 @@ def disk_and_host(folder: Path, **more: Any) -> TierConfig:
 
 
 @pytest.mark.parametrize("host_codec", ["raw", "int8"])
-async def test_after_a_restart_a_pinned_session_is_served_from_host_memory(
-    host_codec: str, tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_after_a_restart_a_pin_is_served_from_host(host_codec: str, tiny_model: Path, tmp_path: Path) -> None:
     tiers = disk_and_host(tmp_path, host_cache_codec=host_codec)
     tokens = prompt_of(random.Random(4), 12)
     await store(tiny_model, tiers, tokens)
@@ -208,9 +203,7 @@ async def test_after_a_restart_a_pinned_session_is_served_from_host_memory(
         await cluster.becomes_idle()
 
 
-async def test_no_more_is_brought_up_than_pins_may_keep(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_more_comes_up_than_is_kept(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.worker.kv.prefetch._PIECE_BYTES", 2 * BLOCK_BYTES)  # three pieces
     tiers = disk_and_host(tmp_path)
     tokens = prompt_of(random.Random(11), 12)
@@ -226,27 +219,6 @@ async def test_no_more_is_brought_up_than_pins_may_keep(
         assert (await tier(cluster, "c", "disk")).num_hits == 5
         assert await held(cluster, "c", "a") == {"pool": 0, "host": 5, "disk": 12}
         await cluster.becomes_idle()
-
-
-def test_a_pin_without_prefetch_brings_nothing_up(tiny_model: Path, tmp_path: Path) -> None:
-    tiers = disk_and_host(tmp_path)
-    tokens = prompt_of(random.Random(5), 4)
-
-    async def run(*, is_cached: bool) -> None:
-        async with alone(tiny_model, tiers) as cluster:
-            worker = cluster.worker("c")
-            await eventually(lambda: not worker.parts.cache.is_busy)
-            await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S))
-            expected = {"pool": 0, "host": 0, "disk": 4 if is_cached else 0}
-            assert await held(cluster, "c", "a") == expected
-            for _ in range(3):  # turns of the loop
-                await cluster.call("c", lambda: None)
-            assert not worker.parts.pins.is_prefetching
-            await cluster.generate(tokens)
-            await eventually(lambda: not worker.parts.cache.is_busy)
-
-    asyncio.run(run(is_cached=False))
-    asyncio.run(run(is_cached=True))
 
 
 @pytest.mark.parametrize("num_blocks", [NUM_BLOCKS, 16])
@@ -278,7 +250,6 @@ async def test_a_pinned_session_is_brought_into_free_blocks_of_the_pool(
 
 async def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path, oracle: Oracle) -> None:
     """Through the router, over a pair: what the client sees of pinning."""
-
     rng = random.Random(8)
     async with running_cluster(tiny_model, engine={"num_blocks": NUM_BLOCKS}) as cluster:
         pins = cluster.flow.cache
@@ -305,9 +276,7 @@ async def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path,
         await cluster.becomes_idle()
 
 
-def test_a_request_goes_before_what_is_brought_up_for_a_pin(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_goes_before_a_prefetch(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the disk held up in the middle of a piece, a prompt's own loads begin at once and the piece starts anew."""
     tiers = disk_and_host(tmp_path)
     pinned, asked = prompt_of(random.Random(9), 12), prompt_of(random.Random(10), 12)
@@ -343,9 +312,7 @@ def test_a_request_goes_before_what_is_brought_up_for_a_pin(
 
 
 @pytest.mark.parametrize("target", [Prefetch.POOL, Prefetch.HOST])
-def test_what_is_brought_up_for_a_pin_is_used_once_the_device_has_it(
-    tiny_model: Path, tmp_path: Path, target: Prefetch
-) -> None:
+def test_a_prefetched_pin_is_used_once_the_device_has_it(tiny_model: Path, tmp_path: Path, target: Prefetch) -> None:
     tiers = replace(disk_and_host(tmp_path), disk_cache_codec="int8")
     tokens = prompt_of(random.Random(13), 6)
     restarted(tiny_model, tiers, tokens).close()

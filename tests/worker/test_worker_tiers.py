@@ -12,14 +12,7 @@ import pytest
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import Role
 from tandem.scheduling.workers.registry import Registry
-from tests.support.cluster_harness import (
-    BLOCK_BYTES,
-    BLOCK_SIZE,
-    Cluster,
-    Oracle,
-    prompt_of,
-    running_cluster,
-)
+from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, Cluster, Oracle, prompt_of, running_cluster
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("patient")]
@@ -35,7 +28,6 @@ async def flood(cluster: Cluster, rng: random.Random) -> None:
 
 async def test_the_router_knows_what_is_in_host_memory(tiny_model: Path, oracle: Oracle) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
-
     rng = random.Random(1)
     async with running_cluster(
         tiny_model, {"c": Role.COLOCATED}, engine={"num_blocks": NUM_BLOCKS}, tiers=tiers

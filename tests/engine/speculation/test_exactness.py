@@ -13,25 +13,17 @@ import pytest
 from tandem.engine.engine import Engine
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sequence import ScheduledChunk
-from tandem.protocol.errors import RequestError
 from tandem.protocol.messages import FinishReason
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import EXACT, add, generate, make_prompt, make_sampling, output, prompt_kv
 from tests.engine.test_forced_runs import answers
 from tests.engine.test_structured_output import make_engine
 from tests.support.structured_requests import random_sampling
-from tests.support.tiny_llama import save_tiny_text_model
 
 pytestmark = pytest.mark.cluster
 
 VOCAB_SIZE = 300
-LONGEST = 512  # tokens of prompt and answer
 Request = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_text_model(tmp_path_factory.mktemp("text"), max_model_len=LONGEST)
 
 
 def answers_without_drafts(folder: Path, requests: list[Request]) -> list[Any]:
@@ -85,9 +77,7 @@ def predicted_requests_and_answers(folder: Path, seed: int) -> tuple[list[Reques
     ],
     ids=["batched", "budget full", "pool full", "preempted", "long drafts", "auto", "one token"],
 )
-def test_nothing_shows_that_tokens_were_drafted(
-    folder: Path, settings: dict[str, Any], share_preempted: float, seed: int
-) -> None:
+def test_nothing_shows_of_drafts(folder: Path, settings: dict[str, Any], share_preempted: float, seed: int) -> None:
     requests, expected = predicted_requests_and_answers(folder, seed)
     engine = make_engine(folder, **{"speculate": "8", **settings})
     assert answers(engine, requests, random.Random(seed), share_preempted) == expected
@@ -149,16 +139,8 @@ def test_every_family_answers_the_same(name: str, build_engine: BuildEngine) -> 
     plain = build_engine(name, dtype="bfloat16", speculate="off")
     expected = generate(plain, prompts, **request)
     engine = build_engine(name, dtype="bfloat16", speculate="8")
-    sequences = [
-        add(
-            engine,
-            str(i),
-            prompt,
-            prediction=tuple(token if at % 7 else 3 for at, token in enumerate(right)),
-            **request,
-        )
-        for i, (prompt, right) in enumerate(zip(prompts, expected, strict=True))
-    ]
+    guesses = [tuple(token if at % 7 else 3 for at, token in enumerate(right)) for right in expected]
+    sequences = [add(engine, str(i), prompts[i], prediction=guesses[i], **request) for i in range(3)]
     while engine.has_work:
         engine.step()
     assert [output(sequence) for sequence in sequences] == expected
@@ -200,9 +182,7 @@ def test_a_draft_ends_where_the_answer_must(
 
 
 @pytest.mark.parametrize("place", [1, 4, 8, 9, 12])
-def test_a_stop_token_within_a_draft_ends_the_answer(
-    place: int, build_engine: BuildEngine, drafting: Callable[..., Engine]
-) -> None:
+def test_a_stop_token_within_a_draft(place: int, build_engine: BuildEngine, drafting: Callable[..., Engine]) -> None:
     request = {"max_tokens": 30, "temperature": 1.0, "seed": 2}
     expected, _ = answer_of(build_engine(speculate="off"), make_prompt(20), **request)
     stop = expected[place]
@@ -215,9 +195,7 @@ def test_a_stop_token_within_a_draft_ends_the_answer(
     engine.check_integrity(idle=True)
 
 
-def test_the_cache_holds_what_it_would_hold_without_drafts(
-    build_engine: BuildEngine, drafting: Callable[..., Engine]
-) -> None:
+def test_the_cache_is_that_without_drafts(build_engine: BuildEngine, drafting: Callable[..., Engine]) -> None:
     request = {"max_tokens": 70, "temperature": 1.0, "seed": 4}
     plain = build_engine(speculate="off")
     expected, _ = answer_of(plain, make_prompt(21), **request)
@@ -232,9 +210,7 @@ def test_the_cache_holds_what_it_would_hold_without_drafts(
     assert prompt_kv(engine, ours, num_tokens).equal(prompt_kv(plain, theirs, num_tokens))  # type: ignore[arg-type]
 
 
-def test_a_pool_without_a_free_block_only_shortens_drafts(
-    build_engine: BuildEngine, drafting: Callable[..., Engine]
-) -> None:
+def test_a_full_pool_only_shortens_drafts(build_engine: BuildEngine, drafting: Callable[..., Engine]) -> None:
     request = {"max_tokens": 44, "temperature": 1.0, "seed": 4}
     expected, _ = answer_of(build_engine(speculate="off"), make_prompt(20), **request)
     engine = drafting(num_blocks=4, speculate="30")  # 64 slots, and 63 tokens with KV
@@ -260,13 +236,11 @@ def test_cancelled_while_it_drafts(drafting: Callable[..., Engine]) -> None:
 @pytest.mark.parametrize("num_known", [1, 2, 5, 40])
 def test_another_engine_goes_on(num_known: int, build_engine: BuildEngine, drafting: Callable[..., Engine]) -> None:
     """As after a worker's death: the answer so far comes with the request."""
-    request = make_sampling(max_tokens=60, temperature=1.0, seed=9, frequency_penalty=0.4)
-    expected, _ = answer_of(
-        build_engine(speculate="off"), make_prompt(20), max_tokens=60, temperature=1.0, seed=9, frequency_penalty=0.4
-    )
+    request = {"max_tokens": 60, "temperature": 1.0, "seed": 9, "frequency_penalty": 0.4}
+    expected, _ = answer_of(build_engine(speculate="off"), make_prompt(20), **request)
     engine = drafting()
-    request = make_sampling(max_tokens=60, temperature=1.0, seed=9, frequency_penalty=0.4, prediction=tuple(expected))
-    sequence = engine.make_sequence("r", make_prompt(20), request, output_ids=expected[:num_known])
+    sampling = make_sampling(prediction=tuple(expected), **request)
+    sequence = engine.make_sequence("r", make_prompt(20), sampling, output_ids=expected[:num_known])
     engine.add(sequence)
     while engine.has_work:
         engine.step()
@@ -282,29 +256,12 @@ def test_tokens_of_the_prediction_are_counted(build_engine: BuildEngine, draftin
     add(engine, "r", make_prompt(20), max_tokens=41, temperature=1.0, seed=1, prediction=tuple(wrong))
     outputs = [output for _ in range(60) for result in engine.step() for output in result.outputs]
     accepted, rejected = (
-        sum(getattr(one, f"num_{name}_tokens") for one in outputs) for name in ("accepted", "rejected")
+        sum(getattr(one, f"num_{kind}_tokens") for one in outputs) for kind in ("accepted", "rejected")
     )
     assert [one.token_id for one in outputs] == expected
     assert 15 <= accepted <= 20
     assert 1 <= rejected <= 10
     assert not engine.has_work
-
-
-def test_a_prediction_outside_the_vocabulary_is_refused(build_engine: BuildEngine) -> None:
-    with pytest.raises(RequestError, match="this model's are 0 to 199"):
-        build_engine().make_sequence("r", [5], make_sampling(prediction=(4, 200)))
-
-
-def test_an_enormous_prediction_delays_no_step_much(drafting: Callable[..., Engine]) -> None:
-    engine = drafting()
-    predicted = tuple(random.Random(0).choices(range(200), k=1 << 18))
-    sequence = add(engine, "r", make_prompt(20), max_tokens=4, prediction=predicted)
-    engine.step()
-    engine.step()
-    assert sequence.drafts is not None
-    assert sequence.drafts.num_indexed < 10_000
-    while engine.has_work:
-        engine.step()
 
 
 def test_a_step_that_fails_is_computed_again_with_its_drafts(

@@ -35,9 +35,6 @@ def make_speculator(speculate: str = "auto", max_tokens: int = 64, max_rows: int
     return Speculator(speculate, max_model_len=4096, max_tokens=max_tokens, max_rows=max_rows)
 
 
-# Where drafts come from.
-
-
 def longest_match(tokens: list[int], tail: list[int]) -> int:
     """Length of the longest end of `tail` in `tokens` that another token follows; 0 if it is shorter than a gram."""
     best = 0
@@ -125,9 +122,6 @@ def test_many_long_prompts_delay_no_step_much() -> None:
         assert sum(one.drafts.num_indexed for one in sequences if one.drafts) <= step * 3 * 2048 + 32 * 3 * GRAM
 
 
-# How good they are.
-
-
 def test_the_acceptance_follows_what_comes() -> None:
     scope = Acceptance()
     mine = Acceptance(scope)
@@ -160,9 +154,6 @@ def test_steps_of_one_size_leave_the_prior() -> None:
         model.observe(8, 0.02)
     assert model.seconds(8) == pytest.approx(0.02)
     assert 0.02 < model.seconds(9) < 0.022
-
-
-# When they pay.
 
 
 def run(speculator: Speculator, text: list[int], row_share: float, num_sequences: int = 1) -> float:
@@ -217,11 +208,6 @@ def test_drafts_leave_the_budget_to_others() -> None:
     prompt = make_sequence([1, 2, 3], 3, priority=WorkerPriority(0.0, max_step_tokens=2))
     short = ScheduledChunk(prompt, 0, 2, samples=False)
     assert not any(chunk.draft for chunk in make_speculator("8").add_drafts([chunk_of(sequences[0]), short]))
-
-
-@pytest.mark.parametrize("value", ["auto", "off", "1", "64"])
-def test_settings(value: str) -> None:
-    assert EngineConfig(speculate=value).speculate == value
 
 
 @pytest.mark.parametrize("value", ["", "on", "0", "65", "-1", "1.5", "0064", "²"])

@@ -94,12 +94,10 @@ def test_writers_killed_in_mid_write_leave_whole_blocks_only(tmp_path: Path) -> 
             pass  # so that it dies while a file is being written, most times
         writer.kill()
         reported += [int(line) for line in writer.communicate(timeout=20)[0].splitlines()]
-
     store = DiskStore(tmp_path, NAMESPACE, LARGE_BYTES, KEY)
     found = store.scan()
     assert {name_of(number) for number in reported} <= set(found)
     assert all(read(store, name) is True for name in found)
-
     left_behind = unfinished_files(tmp_path)
     for path in left_behind:
         os.utime(path, (0, 0))
@@ -144,28 +142,8 @@ def test_scan_is_ordered_by_age(world: World) -> None:
     assert store.scan() == names[::-1]
 
 
-def test_a_folder_in_place_of_the_file_is_a_miss(world: World) -> None:
-    store = world.open()
-    store.write(name_of(1), content(name_of(1)))
-    path = world.path(name_of(1))
-    path.unlink()
-    path.mkdir()
-    assert read(store, name_of(1)) is StoreFailure.CORRUPT
-
-
-def test_foreign_files_are_not_blocks(world: World, tmp_path: Path) -> None:
-    store = world.open()
-    store.write(name_of(1), content(name_of(1)))
-    folder = world.path(name_of(1)).parent
-    for name in ("README", "-", "00-11", "zz-", f"{bytes(16).hex()}-{bytes(15).hex()}"):
-        (folder / name).write_bytes(b"x" * BLOCK_BYTES)
-    assert store.scan() == [name_of(1)]
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_write_that_fails_drops_the_block(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_failed_write_drops_it(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     store = world.open()
 
     def fail(*_: object) -> int:
@@ -181,9 +159,7 @@ def test_a_write_that_fails_drops_the_block(
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
-def test_an_error_of_the_file_is_not_one_of_this_process(
-    world: World, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_file_error_is_not_one_of_this_process(world: World, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     store = world.open()
     store.write(name_of(1), content(name_of(1)))
 
@@ -231,9 +207,7 @@ def test_only_its_user_can_enter_and_read(tmp_path: Path) -> None:
     assert {mode(path) for path in paths if path.is_file()} == {0o600}
 
 
-def test_a_folder_that_was_open_is_closed_and_said_so_once(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_open_folder_is_closed_and_told_once(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     world.open().write(name_of(1), content(name_of(1)))
     folder = tmp_path / "blocks" / KEY.folder_name(NAMESPACE)
     folder.chmod(0o755)
@@ -295,9 +269,7 @@ STRAYS = ["folder", "link", "dangling link", "link to itself", "pipe", "socket"]
         ("file", "folder of blocks"),  # in a block's place it is a damaged block
     ],
 )
-def test_what_is_not_ours_is_neither_used_nor_removed_and_pauses_nothing(
-    world: World, tmp_path: Path, kind: str, place: str
-) -> None:
+def test_what_is_not_ours_is_left_and_pauses_nothing(world: World, tmp_path: Path, kind: str, place: str) -> None:
     if kind == "file of another user" and os.geteuid() != 0:
         pytest.skip("only root can make a file another user's")
     names = [name_of(number) for number in range(1, 9)]
@@ -319,13 +291,11 @@ def test_what_is_not_ours_is_neither_used_nor_removed_and_pauses_nothing(
     put_stray(kind, stray, outside)
     before = os.lstat(stray)
     is_plain_folder = place == "folder of blocks" and kind == "folder"  # the same as one of ours
-
     store = world.open()
     assert set(store.scan()) == set(names[1:])
     assert read(store, names[0]) in (StoreFailure.CORRUPT, StoreFailure.ABSENT)
     assert store.write(names[0], content(names[0])) is (None if is_plain_folder else StoreFailure.OCCUPIED)
     store.delete(names[0])
-
     tier = make_tier(store)
     put(tier, names)  # those that are there already are not written again
     assert not tier.is_paused

@@ -133,12 +133,10 @@ def test_a_tier_goes_on_without_a_killed_server_and_with_the_next(mortal_server:
     names = chain(1, 2, 3, 4)
     put(tier, names)
     assert get(tier, names) == 4
-
     mortal_server.kill()
     assert get(tier, names) == 0
     assert tier.count_present([name.digest for name in names]) == 0
     assert tier.store(*name_of(9), content(name_of(9))) is None
-
     mortal_server.start()  # it has lost everything
     clock.now += PAUSE_S
     poll_until(tier, lambda: tier.digests() == [])

@@ -29,15 +29,6 @@ def test_bytes_come_back_under_their_name_alone(world: World) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("block_bytes", [1, 4096, 368_640])
-def test_any_block_size(world: World, block_bytes: int) -> None:
-    store = world.open(num_blocks=2, block_bytes=block_bytes)
-    name = name_of(7, parent=6)
-    assert store.write(name, content(name, block_bytes)) is None
-    assert read(store, name) is True
-
-
-@every_kind
 def test_what_was_written_does_not_follow_the_buffer(world: World) -> None:
     store = world.open()
     data = content(name_of(1))
@@ -64,16 +55,6 @@ def test_a_deleted_block_is_absent(world: World) -> None:
         store.delete(name_of(1))
     assert read(store, name_of(1)) is StoreFailure.ABSENT
     assert store.scan() == [name_of(2, parent=1)]
-
-
-@every_kind
-def test_scan_names_every_block_with_its_parent(world: World) -> None:
-    store = world.open()
-    names = [*chain(*range(1, 20)), *chain(500, 501)]
-    assert store.scan() == []
-    for name in names:
-        store.write(name, content(name))
-    assert set(store.scan()) == set(names)
 
 
 @every_kind

@@ -30,7 +30,6 @@ from tests.support.store_world import (
     put,
     zeros,
 )
-from tests.support.throttled_store import ThrottledStore
 from tests.support.waiting import poll_until
 
 every_kind = pytest.mark.parametrize("world", KINDS, indirect=True)
@@ -138,14 +137,12 @@ def test_after_a_restart_blocks_and_their_chains_are_known(world: World) -> None
     tier = make_tier(world.open())
     put(tier, chain(1, 2, 3, 4))
     tier.close()
-
     tier = make_tier(world.open(), capacity=4)
     assert set(tier.take_events()[0]) == set(digests(1, 2, 3, 4))
     assert get(tier, chain(1, 2, 3, 4)) == 4
     put(tier, chain(11))
     assert set(tier.digests()) == set(digests(1, 2, 3, 11))
     tier.close()
-
     tier = make_tier(world.open(), capacity=2)  # a smaller one
     poll_until(tier, lambda: not tier.is_busy)
     assert tier.stats().num_blocks == 2
@@ -368,14 +365,6 @@ def test_a_block_evicted_during_a_scan_does_not_come_back() -> None:
     tier.close()
 
 
-def test_a_chain_longer_than_the_tier_keeps_its_beginning() -> None:
-    tier = make_tier(ScriptedStore(), capacity=3)
-    put(tier, chain(1, 2, 3, 4, 5))
-    assert tier.digests() == digests(1, 2, 3)
-    assert tier.stats().num_drops == {"not worth it": 1, "parent not there": 1}
-    tier.close()
-
-
 def test_a_full_store_makes_room_by_itself() -> None:
     store = ScriptedStore()
     tier = make_tier(store, capacity=10)
@@ -452,7 +441,6 @@ def test_what_another_worker_adds_or_removes_is_noticed(world: World) -> None:
     assert get(tier, chain(1, 2, 3, 4)) == 1
     assert tier.take_events() == ([], digests(2))  # found out by asking for it
     assert tier.stats().num_misses == {"absent": 3}
-
     other.delete(name_of(3, parent=2))
     other.write(name_of(5, parent=4), content(name_of(5)))
     clock.now += 60.0
@@ -485,20 +473,6 @@ def test_close_does_not_wait_for_a_thread_that_hangs() -> None:
     assert tier.store(*name_of(2), content(name_of(2))) is None
     assert tier.load(digests(1), zeros()).is_done
     store.go.set()
-
-
-def test_a_throttled_store_is_as_slow_as_it_is_told() -> None:
-    clock, waits_s = Clock(), list[float]()
-    memory = MemoryStore(BLOCK_BYTES, 10)
-    store = ThrottledStore(memory, bytes_per_s=BLOCK_BYTES, latency_s=0.5, clock=clock, sleep=waits_s.append)
-    tier = make_tier(store, num_threads=4)
-    put(tier, chain(1, 2, 3, 4))  # side by side, but through one pipe
-    assert waits_s == [1.5, 2.5, 3.5, 4.5]
-    store.bytes_per_s, store.latency_s = float("inf"), 0.0
-    clock.now += 4.0
-    assert get(tier, chain(1, 2, 3, 4)) == 4
-    assert len(waits_s) == 4
-    tier.close()
 
 
 @pytest.mark.parametrize("buffer", [np.zeros(BLOCK_BYTES - 1, np.uint8), np.zeros(BLOCK_BYTES, np.int8)])

@@ -43,23 +43,6 @@ class Cache:
         self.table.pin(pin_id, digests(*chain), ttl_s, now)
 
 
-def test_a_pin_expires_by_the_workers_clock() -> None:
-    cache = Cache()
-    cache.store(1, 2)
-    cache.pin("a", 1, ttl_s=5.0, now=100.0)
-    cache.pin("b", 2, ttl_s=9.0, now=100.0)
-    cache.table.pump(104.9)
-    assert cache.kept == [1, 2]
-    cache.table.pump(105.0)
-    assert (cache.kept, list(cache.table.chains)) == ([2], ["b"])
-    cache.pin("b", 2, ttl_s=9.0, now=105.0)  # sent again: the new time counts
-    cache.table.pump(109.0)
-    assert cache.kept == [2]
-    cache.table.pump(114.0)
-    assert (cache.kept, len(cache.table)) == ([], 0)
-    cache.pool.check_integrity(idle=True)
-
-
 def test_a_shallower_block_that_comes_late_takes_the_place_of_a_deeper_one() -> None:
     cache = Cache(bound=2)
     cache.store(2, 3)

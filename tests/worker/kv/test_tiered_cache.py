@@ -123,9 +123,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.usefixtures("waits_for_loads")
-def test_an_evicted_prompt_comes_back_from_a_tier_with_the_same_tokens(
-    kind: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_evicted_prompt_comes_back_with_the_same_tokens(kind: str, tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(7)
     engine = make_engine(tiny_model)
     machine = Machine(engine, create_tiers(tier_config(kind, tmp_path), engine))
@@ -147,9 +145,7 @@ def test_an_evicted_prompt_comes_back_from_a_tier_with_the_same_tokens(
 
 @pytest.mark.usefixtures("waits_for_loads")
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
-def test_a_lossy_tier_has_its_own_chain_and_comes_back_nearly_the_same(
-    codec: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_lossy_tier_has_its_own_chain_and_loses_little(codec: str, tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(9)
     config = tier_config("host", tmp_path, codec)
     engine = make_engine(tiny_model, config.codec_identity)
@@ -281,9 +277,7 @@ def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(tiny_model: P
     machine.close()
 
 
-def test_a_received_prompt_goes_down_a_little_at_a_time(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_received_prompt_goes_down_slowly(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or its next token would be late."""
     monkeypatch.setattr("tandem.worker.kv.offload._BATCH_BYTES", 2 * BLOCK_BYTES)
     rng = random.Random(15)
@@ -335,9 +329,7 @@ def test_loaded_blocks_are_published_once_the_device_has_them(
     machine.close()
 
 
-def test_blocks_that_are_evicted_before_their_turn_are_not_kept(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_evicted_before_their_turn(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.worker.kv.offload._BATCH_BYTES", BLOCK_BYTES)
     monkeypatch.setattr("tandem.worker.kv.offload._BACKLOG_SHARE", 0.0)
     rng = random.Random(16)
