@@ -72,9 +72,14 @@ def test_broken_stream_keeps_what_was_said(server: FakeServer) -> None:
     ],
 )
 def test_an_error_has_a_line_of_its_own(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    fault: str, value: int, shown: str, error: str,
-) -> None:  # fmt: skip
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+    value: int,
+    shown: str,
+    error: str,
+) -> None:
     setattr(server, fault, value)
     assert talk(server, "hello\n", monkeypatch) == 2
     assert capsys.readouterr() == (shown, f"tandem: {error}\n")

@@ -58,9 +58,12 @@ CORE = (1.0, 0.0)
 def test_groups_of_an_earlier_server_are_used_again_or_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"CPU": 1.0}
     groups = Groups(
-        monkeypatch, main=("tandem/s", [one, one]), mine=("tandem/s/added/1", [one]),
-        unused=("tandem/s/added/2", [one]), others=("tandem/t", [one, one]),
-    )  # fmt: skip
+        monkeypatch,
+        main=("tandem/s", [one, one]),
+        mine=("tandem/s/added/1", [one]),
+        unused=("tandem/s/added/2", [one]),
+        others=("tandem/t", [one, one]),
+    )
     bundles = WorkerBundles([CORE], OWNER, [Place("main", 1), Place("mine", 0)])
     assert set(groups.groups) == {"main", "mine", "others"}
     assert bundles.bundle(0, *CORE).place == Place("main", 0)

@@ -19,11 +19,14 @@ from tests.support.waiting import eventually
 DOWN, STARTING, UP, DRAINING, LEAVING, GONE = MemberState
 
 STEPS: dict[str, Callable[[Member], object]] = {
-    "begin": lambda member: member.begin(), "serve": lambda member: member.serve(),
-    "restart": lambda member: member.drain(restart=True), "leave": lambda member: member.drain(restart=False),
-    "give_up": lambda member: member.give_up("late"), "die": lambda member: member.die("killed"),
+    "begin": lambda member: member.begin(),
+    "serve": lambda member: member.serve(),
+    "restart": lambda member: member.drain(restart=True),
+    "leave": lambda member: member.drain(restart=False),
+    "give_up": lambda member: member.give_up("late"),
+    "die": lambda member: member.die("killed"),
     "forget": lambda member: member.forget(),
-}  # fmt: skip
+}
 WAYS = {  # to each state; a worker that drains remembers what follows
     "down": "",
     "starting": "begin",

@@ -159,9 +159,13 @@ def config_of(worker_id: str = "decode-0", **engine: Any) -> WorkerConfig:
 
 def claim_of(config: WorkerConfig | None = None, **fields: Any) -> WorkerClaim:
     claim = WorkerClaim(
-        process=ProcessIdentity("node", own_process()), place=Place("ab", 1), is_added=False, role=Role.DECODE,
-        config=config or config_of(), started="address",
-    )  # fmt: skip
+        process=ProcessIdentity("node", own_process()),
+        place=Place("ab", 1),
+        is_added=False,
+        role=Role.DECODE,
+        config=config or config_of(),
+        started="address",
+    )
     return replace(claim, **fields)
 
 

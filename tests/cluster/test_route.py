@@ -109,9 +109,15 @@ def routing(
     ]
     path.write_text("".join(tables))
     command = [
-        sys.executable, "-m", "tandem", "route", f"--engines={path}", "--port=0", "--allow-local-engines",
+        sys.executable,
+        "-m",
+        "tandem",
+        "route",
+        f"--engines={path}",
+        "--port=0",
+        "--allow-local-engines",
         "--probe-interval-s=0.05",
-    ]  # fmt: skip
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TANDEM_ADMIN_TOKEN": "secret"}
     process = subprocess.Popen(
         [*command, f"--router-processes={count}", *flags], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True

@@ -316,10 +316,14 @@ def test_the_head_starts_a_server_that_was_killed_again(tmp_path: Path, serve: s
         (tmp_path / name).chmod(0o755)
     (tmp_path / "starts").touch()
     finished = subprocess.run(
-        ["bash", "-c", scripts(render())["head.sh"]], cwd=tmp_path,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "127.0.0.1"}, capture_output=True, text=True, timeout=60,
+        ["bash", "-c", scripts(render())["head.sh"]],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
         check=False,
-    )  # fmt: skip
+    )
     starts = (tmp_path / "starts").read_text().splitlines()
     assert (finished.returncode, len(starts)) == (code, num_starts), finished.stderr
     assert all(start.startswith("serve --ray-address=auto") for start in starts)

@@ -53,9 +53,13 @@ def test_missing_system_packages_are_named(tmp_path: Path) -> None:
     bash = shutil.which("bash")
     assert bash is not None
     finished = subprocess.run(
-        [bash, str(ROOT / "scripts" / "debian-packages.sh")], env={"PATH": str(tmp_path)}, capture_output=True,
-        text=True, timeout=30, check=False,
-    )  # fmt: skip
+        [bash, str(ROOT / "scripts" / "debian-packages.sh")],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     assert finished.returncode == 1
     assert "g++ make" in finished.stderr
     assert finished.stdout == ""

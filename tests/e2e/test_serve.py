@@ -167,9 +167,14 @@ class Person(pydantic.BaseModel):
 
 def test_structured_output_is_the_same_on_two_workers_and_on_one(server: Server, colocated: Server) -> None:
     question: Any = {
-        "model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "response_format": Person,
-        "temperature": 1.0, "seed": 11, "n": 3, "max_tokens": 400,
-    }  # fmt: skip
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Who?"}],
+        "response_format": Person,
+        "temperature": 1.0,
+        "seed": 11,
+        "n": 3,
+        "max_tokens": 400,
+    }
     answers = []
     for one in (server, colocated):
         with client_of(one) as client:
@@ -238,9 +243,12 @@ def test_the_responses_api_answers_as_chat_and_goes_on_from_a_response(server: S
 def test_messages_are_the_same_plain_and_streamed_on_two_workers_and_on_one(server: Server, colocated: Server) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
     question: Any = {
-        "model": "tiny", "system": "Answer in short.", "messages": [{"role": "user", "content": "Weather?"}],
-        "max_tokens": 200, "extra_body": {"seed": 11},
-    }  # fmt: skip
+        "model": "tiny",
+        "system": "Answer in short.",
+        "messages": [{"role": "user", "content": "Weather?"}],
+        "max_tokens": 200,
+        "extra_body": {"seed": 11},
+    }
     forced: Any = question | {
         "tools": [{"name": "weather", "input_schema": schema}],
         "tool_choice": {"type": "tool", "name": "weather"},

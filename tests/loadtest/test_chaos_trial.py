@@ -114,9 +114,16 @@ async def run(
 ) -> ChaosRun:
     async with server.client as client:
         return await run_chaos(
-            client, psutil.Process(os.getpid()), sample_requests(0, "m", 4), events, duration_s=duration_s,
-            num_streams=3, seed=0, disk_folder=folder, **({"say": lambda _: None} | told),
-        )  # fmt: skip
+            client,
+            psutil.Process(os.getpid()),
+            sample_requests(0, "m", 4),
+            events,
+            duration_s=duration_s,
+            num_streams=3,
+            seed=0,
+            disk_folder=folder,
+            **({"say": lambda _: None} | told),
+        )
 
 
 def test_a_seed_plans_the_same_events() -> None:

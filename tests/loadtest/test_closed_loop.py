@@ -26,10 +26,16 @@ def test_prompts_are_random_ids_if_the_server_has_no_tokenizer(server: FakeServe
 
 def test_closed_loop_keeps_the_concurrency(server: FakeServer) -> None:
     done: list[None] = []
-    run = asyncio.run(run_completions(
-        MeasuringClient(server.url), [[1, 2]] * 9, model="m", output_tokens=4, concurrency=3,
-        on_done=lambda: done.append(None),
-    ))  # fmt: skip
+    run = asyncio.run(
+        run_completions(
+            MeasuringClient(server.url),
+            [[1, 2]] * 9,
+            model="m",
+            output_tokens=4,
+            concurrency=3,
+            on_done=lambda: done.append(None),
+        )
+    )
     assert [timing.error for timing in run.timings] == [""] * 9
     assert server.max_running <= 3
     assert len(done) == 9

@@ -52,9 +52,13 @@ class World:
     @property
     def observation(self) -> Observation:
         return Observation(
-            workers=tuple(self.views.values()), demand=self.meter.total, capacity=self.capacity, backlog=self.backlog,
-            expected_output_tokens=self.outputs, fleet=self.fleet,
-        )  # fmt: skip
+            workers=tuple(self.views.values()),
+            demand=self.meter.total,
+            capacity=self.capacity,
+            backlog=self.backlog,
+            expected_output_tokens=self.outputs,
+            fleet=self.fleet,
+        )
 
     def tick(self, rate: float = 0.0, prompt: int = 1000, num_ticks: int = 1) -> ScalingDecision:
         """Let time pass while `rate` requests arrive per second."""

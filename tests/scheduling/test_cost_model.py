@@ -18,9 +18,12 @@ def make_step(costs: StepCosts, *, new: int = 0, context: int = 0, seqs: int = 0
     attention = prefill_attention(new, context)
     duration_s = sum(c * x for c, x in zip(costs, (1, new, attention, seqs, kv), strict=True))
     return StepStats(
-        duration_s=duration_s, num_prefill_tokens=new, prefill_attention=attention, num_decode_seqs=seqs,
+        duration_s=duration_s,
+        num_prefill_tokens=new,
+        prefill_attention=attention,
+        num_decode_seqs=seqs,
         num_decode_kv_tokens=kv,
-    )  # fmt: skip
+    )
 
 
 def random_step(rng: random.Random, costs: StepCosts = TRUTH) -> StepStats:

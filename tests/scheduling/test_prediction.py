@@ -37,9 +37,13 @@ def traffic_of(lengths: Sequence[int], rate: float = 3.6) -> Traffic:
 
 def predicted(lengths: Sequence[int], num_decode: int) -> Prediction:
     sizing = Sizing(
-        traffic=traffic_of(lengths), capacity=GPU, backlog=Backlog(0.0, 33, 12_000.0), output_tokens=340.0,
-        horizon_s=360.0, start_s=60.0,
-    )  # fmt: skip
+        traffic=traffic_of(lengths),
+        capacity=GPU,
+        backlog=Backlog(0.0, 33, 12_000.0),
+        output_tokens=340.0,
+        horizon_s=360.0,
+        start_s=60.0,
+    )
     return predict(sizing, Pools(60, num_decode), 600.0)
 
 

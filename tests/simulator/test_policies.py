@@ -23,9 +23,14 @@ def make_fleet(num_workers: int = 3, role: Role = Role.COLOCATED, name: str = "w
 
 def join(fleet: SimulatedFleet, worker_id: str, role: Role) -> None:
     card = make_card(
-        worker_id, role, kind="NVIDIA H200", num_blocks=1000, block_size=BLOCK_SIZE, block_bytes=1,
+        worker_id,
+        role,
+        kind="NVIDIA H200",
+        num_blocks=1000,
+        block_size=BLOCK_SIZE,
+        block_bytes=1,
         max_num_batched_tokens=2048,
-    )  # fmt: skip
+    )
     fleet.join(card)
 
 

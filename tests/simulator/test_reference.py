@@ -54,10 +54,15 @@ def load(trace: str) -> list[TraceRequest]:
 
 def printed(result: ReferenceResult) -> tuple[str, ...]:
     return (
-        f"{100 * result.block_hit_ratio:.2f}", f"{100 * result.token_hit_ratio:.2f}", f"{result.imbalance:.3f}",
-        f"{result.request_imbalance:.3f}", f"{result.wait_mean_s:.2f}", f"{result.wait_p50_s:.2f}",
-        f"{result.wait_p99_s:.2f}", f"{result.tokens_per_s:.0f}",
-    )  # fmt: skip
+        f"{100 * result.block_hit_ratio:.2f}",
+        f"{100 * result.token_hit_ratio:.2f}",
+        f"{result.imbalance:.3f}",
+        f"{result.request_imbalance:.3f}",
+        f"{result.wait_mean_s:.2f}",
+        f"{result.wait_p50_s:.2f}",
+        f"{result.wait_p99_s:.2f}",
+        f"{result.tokens_per_s:.0f}",
+    )
 
 
 @pytest.mark.timeout(300)

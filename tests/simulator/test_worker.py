@@ -145,14 +145,26 @@ def make_worker(
     *, step_tokens: int = 2048, pool_blocks: int = 1000, max_num_seqs: int = 16
 ) -> tuple[SimulatedWorker, Recorder]:
     machine = Machine(
-        kind="toy", costs=COSTS, kv_token_bytes=1, pool_tokens=pool_blocks * BLOCK_SIZE, step_tokens=step_tokens,
-        colocated_step_tokens=step_tokens, max_num_seqs=max_num_seqs, link_latency_s=0.0, link_bytes_per_s=1e9,
+        kind="toy",
+        costs=COSTS,
+        kv_token_bytes=1,
+        pool_tokens=pool_blocks * BLOCK_SIZE,
+        step_tokens=step_tokens,
+        colocated_step_tokens=step_tokens,
+        max_num_seqs=max_num_seqs,
+        link_latency_s=0.0,
+        link_bytes_per_s=1e9,
         host_bytes_per_s=1e9,
-    )  # fmt: skip
+    )
     card = make_card(
-        "w0", Role.COLOCATED, kind="toy", num_blocks=pool_blocks, block_size=BLOCK_SIZE, block_bytes=BLOCK_SIZE,
+        "w0",
+        Role.COLOCATED,
+        kind="toy",
+        num_blocks=pool_blocks,
+        block_size=BLOCK_SIZE,
+        block_bytes=BLOCK_SIZE,
         max_num_batched_tokens=step_tokens,
-    )  # fmt: skip
+    )
     recorder = Recorder()
     return SimulatedWorker(card, machine, Clock(), recorder), recorder
 

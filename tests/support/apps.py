@@ -30,9 +30,15 @@ def route_app() -> RouterApp:
     """The app of `tandem route`, without dispatcher and engines."""
     dispatcher = SimpleNamespace(decisions=None, pools=None, overview=None, max_model_len=None, capabilities=None)
     return create_engines_app(
-        cast(Any, dispatcher), EngineConnections(ExternalEnginesConfig()), {}, CollectorRegistry(),
-        config=RouterConfig(), engines_config=ExternalEnginesConfig(), scrape=cast(Any, None), api_keys=ApiKeys(),
-    )  # fmt: skip
+        cast(Any, dispatcher),
+        EngineConnections(ExternalEnginesConfig()),
+        {},
+        CollectorRegistry(),
+        config=RouterConfig(),
+        engines_config=ExternalEnginesConfig(),
+        scrape=cast(Any, None),
+        api_keys=ApiKeys(),
+    )
 
 
 def app_client(app: FastAPI) -> httpx.AsyncClient:

@@ -203,9 +203,16 @@ async def running_cluster(
     client = WorkerClient(registry, index, costs, config, keys=ROUTER_KEYS)
     placer = Placer(registry, index, costs, config)
     flow = RequestFlow(
-        model="tiny", registry=registry, index=index, costs=costs, placer=placer, sizing=sizing, workers=client,
-        config=config, tenants=tenants,
-    )  # fmt: skip
+        model="tiny",
+        registry=registry,
+        index=index,
+        costs=costs,
+        placer=placer,
+        sizing=sizing,
+        workers=client,
+        config=config,
+        tenants=tenants,
+    )
     cluster = Cluster(JudgedHub(judge), registry, client, index, costs, flow, sizing)
     for collector in (LoadCollector(registry), WorkerCollector(registry), PinCollector(flow.cache, registry)):
         cluster.metrics.register(collector)
@@ -232,10 +239,13 @@ def worker_config(
 ) -> WorkerConfig:
     defaults = {"transport": "in_process", "max_heartbeat_interval_s": 0.1, "lease_ttl_s": 5.0}
     return WorkerConfig(
-        worker_id=worker_id, role=role, engine=engine_config(engine.pop("model", model), **engine),
-        transfer=TransferConfig(**defaults | (transfer or {})), tiers=tiers or TierConfig(),
+        worker_id=worker_id,
+        role=role,
+        engine=engine_config(engine.pop("model", model), **engine),
+        transfer=TransferConfig(**defaults | (transfer or {})),
+        tiers=tiers or TierConfig(),
         router_key=ROUTER_KEYS.public,
-    )  # fmt: skip
+    )
 
 
 def hold_steps(monkeypatch: pytest.MonkeyPatch, engine: Engine, condition: Callable[[], Any]) -> threading.Event:

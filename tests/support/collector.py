@@ -61,10 +61,17 @@ class Collector:
                         attributes = {item.key: _value(item.value) for item in span.attributes}
                         ids = span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()
                         times = span.start_time_unix_nano, span.end_time_unix_nano
-                        self.spans.append(CollectedSpan(
-                            resource.get("service.name", ""), resource.get("service.instance.id", ""), span.name,
-                            *ids, *times, attributes, span.status.code == 2,
-                        ))  # fmt: skip
+                        self.spans.append(
+                            CollectedSpan(
+                                resource.get("service.name", ""),
+                                resource.get("service.instance.id", ""),
+                                span.name,
+                                *ids,
+                                *times,
+                                attributes,
+                                span.status.code == 2,
+                            )
+                        )
             self._changed.notify_all()
 
 

@@ -83,9 +83,14 @@ class DashboardWorld:
         """As `OperatorApi.overview`."""
         decisions = self.log.to_json(time.monotonic(), NUM_DECISIONS)
         shared = overview_of(
-            self.registry, self.costs, self.admission, self.tenants, decisions=decisions, autoscaler=self.autoscaler,
+            self.registry,
+            self.costs,
+            self.admission,
+            self.tenants,
+            decisions=decisions,
+            autoscaler=self.autoscaler,
             settings=self.settings,
-        )  # fmt: skip
+        )
         return {"models": ["org/toy"], **shared, **workers_overview(self.registry, self.index, self.costs, self.sizing)}
 
     def fill(self, num_ticks: int) -> None:
@@ -163,9 +168,13 @@ class DashboardWorld:
         conversation = min(int(self.random.paretovariate(0.5)), 1 << 20)  # few are asked often, many once
         prompt = [hashlib.sha256(b"%d %d" % (conversation, number)).digest()[:16] for number in range(num_prompt // 16)]
         self.sizing.observe(
-            prompt, [], block_size=16, num_prompt_tokens=num_prompt,
-            num_cached_tokens=placement.best.num_cached_tokens, tenant=decision.service_class.tenant,
-        )  # fmt: skip
+            prompt,
+            [],
+            block_size=16,
+            num_prompt_tokens=num_prompt,
+            num_cached_tokens=placement.best.num_cached_tokens,
+            tenant=decision.service_class.tenant,
+        )
 
     def _placement(self) -> Placement:
         workers = list(self.registry)
@@ -204,9 +213,13 @@ class DashboardWorld:
             TierLoad(name="object", num_blocks=90000, capacity_blocks=262144, block_s=0.004),
         ]
         fetches = FetchStats(
-            num_prompts={"loaded": 1}, num_loaded_blocks=dict(loaded), num_lent_blocks=0, predicted_load_s=0.1,
-            actual_load_s=0.1, saved_s=0.2,
-        )  # fmt: skip
+            num_prompts={"loaded": 1},
+            num_loaded_blocks=dict(loaded),
+            num_lent_blocks=0,
+            predicted_load_s=0.1,
+            actual_load_s=0.1,
+            saved_s=0.2,
+        )
         self.registry.note_tiers(worker.worker_id, tiers, fetches)
         if worker.role is Role.PREFILL:
             before = worker.links[0] if worker.links else LinkLoad(peer_id="decode-0")

@@ -121,9 +121,13 @@ class Decider(Deciding):
         self.process.expect(frontend_id)
         connections = EngineConnections(self._settings.external)
         joining = JoinSettings(
-            self.endpoint if relay is None else relay.endpoint, frontend_id, lambda: None, timeout_s,
-            self._settings.api_keys.is_required, watch_interval_s=0.01,
-        )  # fmt: skip
+            self.endpoint if relay is None else relay.endpoint,
+            frontend_id,
+            lambda: None,
+            timeout_s,
+            self._settings.api_keys.is_required,
+            watch_interval_s=0.01,
+        )
         remote = RemoteDispatcher(joining, connections)
         counters = CollectorRegistry()
 
@@ -152,9 +156,15 @@ class RouterSettings:
 
     def dispatcher(self, specs: Sequence[EngineSpec]) -> LocalDispatcher:
         fleet = EngineFleet(
-            registry=Registry(), index=PrefixIndex(), costs=CostModel(), config=self.config, engines=self.external,
-            tenants=self.tenants, trusted_urls=(spec.url for spec in specs), clock=self.clock,
-        )  # fmt: skip
+            registry=Registry(),
+            index=PrefixIndex(),
+            costs=CostModel(),
+            config=self.config,
+            engines=self.external,
+            tenants=self.tenants,
+            trusted_urls=(spec.url for spec in specs),
+            clock=self.clock,
+        )
         return LocalDispatcher(fleet, specs, self.readers, tracing=self.tracing)
 
     def app(
@@ -166,10 +176,18 @@ class RouterSettings:
         api_keys: ApiKeys,
     ) -> RouterApp:
         return create_engines_app(
-            dispatcher, connections, self.readers, metrics, config=self.config, engines_config=self.external,
-            scrape=scrape, api_keys=api_keys, tenants=self.tenants, admin_token=self.admin_token,
+            dispatcher,
+            connections,
+            self.readers,
+            metrics,
+            config=self.config,
+            engines_config=self.external,
+            scrape=scrape,
+            api_keys=api_keys,
+            tenants=self.tenants,
+            admin_token=self.admin_token,
             tracing=self.tracing,
-        )  # fmt: skip
+        )
 
 
 def settings_of(

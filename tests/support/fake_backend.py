@@ -67,9 +67,15 @@ class FakePins:
     def _state(self, pin_id: str) -> PinState:
         request = self.live[pin_id]
         return PinState(
-            pin_id=pin_id, tenant=request.tenant, conversation_id=request.conversation_id, num_blocks=2,
-            num_tokens=32, remaining_s=30.0, prefetch=request.prefetch, held={"d": {"pool": 1}, "p": None},
-        )  # fmt: skip
+            pin_id=pin_id,
+            tenant=request.tenant,
+            conversation_id=request.conversation_id,
+            num_blocks=2,
+            num_tokens=32,
+            remaining_s=30.0,
+            prefetch=request.prefetch,
+            held={"d": {"pool": 1}, "p": None},
+        )
 
 
 class FakeManagedWorkers:
@@ -171,10 +177,17 @@ class FakeBackend:
             if request.explains and start == 0:
                 decision = {"outcome": "dispatched", "tenant": request.service_class.tenant}
             scores = None if start else scores_of(request)
-            steps.append(delta_of(
-                token_ids, finish, stop_token_id=stop_id, num_cached_tokens=None if start else 3, logprobs=logprobs,
-                decision=decision, prompt_logprobs=scores,
-            ))  # fmt: skip
+            steps.append(
+                delta_of(
+                    token_ids,
+                    finish,
+                    stop_token_id=stop_id,
+                    num_cached_tokens=None if start else 3,
+                    logprobs=logprobs,
+                    decision=decision,
+                    prompt_logprobs=scores,
+                )
+            )
         return steps
 
 
@@ -206,9 +219,13 @@ def make_app(
     backend: FakeBackend, registry: CollectorRegistry | None = None, tracing: Tracing | None = None, **config: Any
 ) -> FastAPI:
     return create_app(
-        backend, backend.tokenizer, RouterConfig(**config), registry or CollectorRegistry(), api_keys=ApiKeys(),
+        backend,
+        backend.tokenizer,
+        RouterConfig(**config),
+        registry or CollectorRegistry(),
+        api_keys=ApiKeys(),
         tracing=tracing,
-    )  # fmt: skip
+    )
 
 
 def make_client(backend: FakeBackend, **config: Any) -> httpx.AsyncClient:

@@ -96,9 +96,13 @@ class FakeWorker:
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         beats_port = self._beats.bind_to_random_port("tcp://127.0.0.1")
         self.card = make_card(
-            worker_id, role, epoch=epoch, endpoint=f"tcp://127.0.0.1:{port}",
-            heartbeat_endpoint=f"tcp://127.0.0.1:{beats_port}", namespace=namespace,
-        )  # fmt: skip
+            worker_id,
+            role,
+            epoch=epoch,
+            endpoint=f"tcp://127.0.0.1:{port}",
+            heartbeat_endpoint=f"tcp://127.0.0.1:{beats_port}",
+            namespace=namespace,
+        )
         address = msgspec.structs.replace(self.card.address, public_key=self._keys.public)
         self.card = msgspec.structs.replace(self.card, address=address, tiers=tiers or {}, kernels=kernels)
         self._peer = b""
@@ -130,9 +134,12 @@ class FakeWorker:
 
     def beat(self, load: WorkerLoad, *links: LinkLoad, progress_age_s: float = 0.5) -> None:
         beat = Heartbeat(
-            worker_id=self.worker_id, epoch=self.address.epoch, progress_age_s=progress_age_s, load=load,
+            worker_id=self.worker_id,
+            epoch=self.address.epoch,
+            progress_age_s=progress_age_s,
+            load=load,
             links=list(links),
-        )  # fmt: skip
+        )
         self.beat_raw(encode_message(beat))
 
     def beat_raw(self, data: bytes) -> None:
@@ -206,10 +213,18 @@ class FakeCluster:
             self.registry, self.index, self.costs, config, heartbeat_interval_s=heartbeat_interval_s
         )
         self.flow = RequestFlow(
-            model="toy", registry=self.registry, index=self.index, costs=self.costs,
-            placer=Placer(self.registry, self.index, self.costs, config), sizing=self.sizing, workers=self.client,
-            config=config, tenants=tenants, manager=manager, tracing=tracing,
-        )  # fmt: skip
+            model="toy",
+            registry=self.registry,
+            index=self.index,
+            costs=self.costs,
+            placer=Placer(self.registry, self.index, self.costs, config),
+            sizing=self.sizing,
+            workers=self.client,
+            config=config,
+            tenants=tenants,
+            manager=manager,
+            tracing=tracing,
+        )
         self.workers: dict[str, FakeWorker] = {}
 
     async def add(self, worker: FakeWorker) -> FakeWorker:

@@ -68,22 +68,38 @@ DEADLINE_S = 3 * _TRANSFER.handoff_timeout_s + _TRANSFER.lease_ttl_s + 2 * _DEAT
 _DRAIN_S = 2 * (DEADLINE_S + _LATE_S)
 
 _REASONS = {
-    "did not arrive in time": "KV did not arrive in time", "no word from": "no grant in time",
-    "was silent": "no news of the prompt", "is failed": "a write failed", "is lost": "a write was lost",
-    "took over": "a write stalled", "died": "a worker died", "is gone": "a worker died",
-    "did not answer": "link not up in time", "revoked": "lease revoked", "cancelled": "lease revoked",
+    "did not arrive in time": "KV did not arrive in time",
+    "no word from": "no grant in time",
+    "was silent": "no news of the prompt",
+    "is failed": "a write failed",
+    "is lost": "a write was lost",
+    "took over": "a write stalled",
+    "died": "a worker died",
+    "is gone": "a worker died",
+    "did not answer": "link not up in time",
+    "revoked": "lease revoked",
+    "cancelled": "lease revoked",
     "another lease": "lease revoked",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class Faults:
     """Probabilities: of `writes` per write, of messages per message, of the rest per handoff."""
 
-    writes: dict[Fault, float] = field(default_factory=lambda: {
-        Fault.DELAY: 0.02, Fault.STICK: 0.003, Fault.FAIL: 0.01, Fault.LOSE: 0.005, Fault.TEAR: 0.01,
-        Fault.FLIP: 0.01, Fault.GARBLE: 0.005, Fault.DROP: 0.005, Fault.REPEAT: 0.03,
-    })  # fmt: skip
+    writes: dict[Fault, float] = field(
+        default_factory=lambda: {
+            Fault.DELAY: 0.02,
+            Fault.STICK: 0.003,
+            Fault.FAIL: 0.01,
+            Fault.LOSE: 0.005,
+            Fault.TEAR: 0.01,
+            Fault.FLIP: 0.01,
+            Fault.GARBLE: 0.005,
+            Fault.DROP: 0.005,
+            Fault.REPEAT: 0.03,
+        }
+    )
     message_dropped: float = 0.02
     message_repeated: float = 0.02
     message_late: float = 0.03
@@ -174,13 +190,23 @@ class _Worker:
         self.device = None if make_device is None else make_device(self.engine, world.source.randrange(1 << 30))
         inner = world.hub.join(worker_id, epoch, self.engine.kv.shards)
         self.transport = FaultyTransport(
-            inner, self.engine.kv.shards[0], rates=world.faults.writes, source=world.source, clock=lambda: world.now,
-            max_delay_s=_LATE_S, injected=world.report.injected,
-        )  # fmt: skip
+            inner,
+            self.engine.kv.shards[0],
+            rates=world.faults.writes,
+            source=world.source,
+            clock=lambda: world.now,
+            max_delay_s=_LATE_S,
+            injected=world.report.injected,
+        )
         compatibility = compatibility_fields(
-            model_revision="tiny", namespace=self.engine.namespace, kv_dtype="float32", block_size=_BLOCK_SIZE,
-            block_shape=self.engine.kv.block_shape, transport="in_process", checksums=world.transfer.checksums,
-        )  # fmt: skip
+            model_revision="tiny",
+            namespace=self.engine.namespace,
+            kv_dtype="float32",
+            block_size=_BLOCK_SIZE,
+            block_shape=self.engine.kv.block_shape,
+            transport="in_process",
+            checksums=world.transfer.checksums,
+        )
         config = world.transfer
         self.links = PeerLinks(
             self.address, compatibility, self.transport, world.send, timeout_s=config.handoff_timeout_s
@@ -254,9 +280,12 @@ class _Worker:
         for worker_id in _DECODE:
             peer = self._world.workers[worker_id].address
             heartbeat = Heartbeat(
-                worker_id=self.address.worker_id, epoch=self.address.epoch, progress_age_s=0.0, load=WorkerLoad(),
+                worker_id=self.address.worker_id,
+                epoch=self.address.epoch,
+                progress_age_s=0.0,
+                load=WorkerLoad(),
                 handoffs=self.prefill.live_handoffs,
-            )  # fmt: skip
+            )
             self._world.send(peer, heartbeat)
 
     def _send_output(self, outputs: list[SequenceOutput]) -> None:

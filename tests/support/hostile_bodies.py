@@ -20,11 +20,16 @@ _USER = {"role": "user", "content": "Hello"}
 _BASES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hello", "max_tokens": 2, "stream": True},
     CHAT: {"messages": [_USER], "max_tokens": 2, "stream": True},
-    MESSAGES: {"messages": [_USER], "max_tokens": 2, "stream": True}, COUNT_TOKENS: {"messages": [_USER]},
+    MESSAGES: {"messages": [_USER], "max_tokens": 2, "stream": True},
+    COUNT_TOKENS: {"messages": [_USER]},
     RESPONSES: {"input": "Hello", "max_output_tokens": 2, "stream": True},
-    EXPLAIN: {"prompt": "Hello", "max_tokens": 2}, TOKENIZE: {"prompt": "Hello"}, DETOKENIZE: {"tokens": [1, 2]},
-    PIN: {"prompt": "Hello"}, UNPIN: {"id": "pin"}, PREFETCH: {"id": "pin"},
-}  # fmt: skip
+    EXPLAIN: {"prompt": "Hello", "max_tokens": 2},
+    TOKENIZE: {"prompt": "Hello"},
+    DETOKENIZE: {"tokens": [1, 2]},
+    PIN: {"prompt": "Hello"},
+    UNPIN: {"id": "pin"},
+    PREFETCH: {"id": "pin"},
+}
 _SAMPLING = [
     *("n", "stop", "seed", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "logit_bias", "ignore_eos", "min_tokens", "stop_token_ids", "skip_special_tokens"),
@@ -110,9 +115,18 @@ def large_inputs() -> Iterator[Input]:
     """Bodies near the largest size whose parts are legal or would cost much to refuse."""
     size = _BODY_BYTES
     texts = {
-        "words": "hello world foo ", "a": "a", "spaces": " ", "lines": "\n", "special": "<|im_end|>", "<": "<",
-        "digits": "0123456789", "cjk": "日", "emoji": "🎉", "marks": "a\u0301\u0327", "control characters": "\x00\x04",
-    }  # fmt: skip
+        "words": "hello world foo ",
+        "a": "a",
+        "spaces": " ",
+        "lines": "\n",
+        "special": "<|im_end|>",
+        "<": "<",
+        "digits": "0123456789",
+        "cjk": "日",
+        "emoji": "🎉",
+        "marks": "a\u0301\u0327",
+        "control characters": "\x00\x04",
+    }
     for name, part in texts.items():
         text = part * (size // max(len(part.encode()), len(json.dumps(part)) - 2))
         quoted = json.dumps(text, ensure_ascii=False)

@@ -93,9 +93,12 @@ class Host:
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         variables = {"HOME": HOME, "USER": "tandem", "PATH": path, "LANG": "C.UTF-8"} | dict(env or {})
         inside = [
-            "env", "--ignore-environment", f"--chdir={HOME}",
-            *(f"{name}={value}" for name, value in variables.items()), *words,
-        ]  # fmt: skip
+            "env",
+            "--ignore-environment",
+            f"--chdir={HOME}",
+            *(f"{name}={value}" for name, value in variables.items()),
+            *words,
+        ]
         return ["nsenter", "--target", str(self.pid), "--all", *inside]
 
     def start(self, *words: str, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
@@ -107,9 +110,14 @@ class Host:
     def run(self, *words: str, timeout_s: float = _TIMEOUT_S, env: Mapping[str, str] | None = None) -> str:
         """Run a command on the host; its output. Raises AssertionError with the output if it fails."""
         finished = subprocess.run(
-            self.command(words, env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
+            self.command(words, env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
         assert finished.returncode == 0, f"{' '.join(words)} on {self.name}: {finished.returncode}\n{finished.stdout}"
         return finished.stdout
 

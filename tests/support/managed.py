@@ -30,10 +30,20 @@ def engine_python(folder: Path, fake: str) -> Path:
 def engine_server(**fields: Any) -> EngineServer:
     """What a node is told of a server of another engine, as `fields` differ from these."""
     values: dict[str, Any] = {
-        "worker_id": "prefill-0", "kind": "vllm", "python": "/venv/bin/python", "model": "/models/m",
-        "served_model_name": "toy", "arguments": (), "parallelism": Parallelism(), "is_disaggregated": True,
-        "num_gpus": 0.0, "host": "127.0.0.1", "is_local": True, "start_timeout_s": 60.0, "api_key": "secret",
-    }  # fmt: skip
+        "worker_id": "prefill-0",
+        "kind": "vllm",
+        "python": "/venv/bin/python",
+        "model": "/models/m",
+        "served_model_name": "toy",
+        "arguments": (),
+        "parallelism": Parallelism(),
+        "is_disaggregated": True,
+        "num_gpus": 0.0,
+        "host": "127.0.0.1",
+        "is_local": True,
+        "start_timeout_s": 60.0,
+        "api_key": "secret",
+    }
     return EngineServer(**(values | fields))
 
 

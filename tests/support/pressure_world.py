@@ -76,9 +76,14 @@ class PressureWorld:
         )
         self.sequences: dict[str, Sequence] = {}
         engine: Any = SimpleNamespace(
-            config=SimpleNamespace(block_size=BLOCK_SIZE), kv=SimpleNamespace(shards=()), stream=HostStream(),
-            scheduler=self.scheduler, pool=self.pool, sequence_of=self._sequence_of, add=self.add,
-        )  # fmt: skip
+            config=SimpleNamespace(block_size=BLOCK_SIZE),
+            kv=SimpleNamespace(shards=()),
+            stream=HostStream(),
+            scheduler=self.scheduler,
+            pool=self.pool,
+            sequence_of=self._sequence_of,
+            add=self.add,
+        )
         links: Any = SimpleNamespace(me=D, remember=lambda peer: None, send=self._sent)
         self.failed: list[tuple[str, str, str]] = []
         config = TransferConfig(handoff_timeout_s=handoff_timeout_s, lease_ttl_s=lease_ttl_s)
@@ -201,9 +206,12 @@ class PressureWorld:
         request_id, generation = grant.request_id, grant.generation
         num_blocks = len(grant.block_ids)
         chunk = ChunkArrived(
-            request_id=request_id, generation=generation, first_block=grant.first_block, num_blocks=num_blocks,
+            request_id=request_id,
+            generation=generation,
+            first_block=grant.first_block,
+            num_blocks=num_blocks,
             checksums=[],
-        )  # fmt: skip
+        )
         self.handoffs.pop(request_id, None)
         for message in (chunk, HandoffDone(request_id=request_id, generation=generation, first_token_ids=(7,))):
             self.role.notified(Notification("p", 1, append_checksum(encode_message(message))), self.now)

@@ -13,10 +13,19 @@ from tests.support.waiting import until
 
 PATH = "/v1/completions"
 PARENTS = {
-    f"POST {PATH}": "", "prepare": f"POST {PATH}", "generate": f"POST {PATH}", "admission": "generate",
-    "placement": "admission", "prefill": "generate", "prefill.queue": "prefill", "prefill.compute": "prefill",
-    "lease_wait": "generate", "kv_transfer": "generate", "decode": "generate", "decode.queue": "decode",
-}  # fmt: skip
+    f"POST {PATH}": "",
+    "prepare": f"POST {PATH}",
+    "generate": f"POST {PATH}",
+    "admission": "generate",
+    "placement": "admission",
+    "prefill": "generate",
+    "prefill.queue": "prefill",
+    "prefill.compute": "prefill",
+    "lease_wait": "generate",
+    "kv_transfer": "generate",
+    "decode": "generate",
+    "decode.queue": "decode",
+}
 
 
 def tracing_to(collector: Collector) -> dict[str, str]:

@@ -172,9 +172,15 @@ def make_tier(
 ) -> Tier:
     """A tier that has finished its first scan."""
     tier = Tier(
-        "test", store, LRU(capacity), capacity_blocks=capacity, num_threads=num_threads, clock=clock,
-        max_queued_stores=int(more.pop("max_queued_stores", 256)), **more,
-    )  # fmt: skip
+        "test",
+        store,
+        LRU(capacity),
+        capacity_blocks=capacity,
+        num_threads=num_threads,
+        clock=clock,
+        max_queued_stores=int(more.pop("max_queued_stores", 256)),
+        **more,
+    )
     poll_until(tier, lambda: not tier.is_scanning)
     return tier
 

@@ -45,10 +45,14 @@ FORCING = [  # grammars with long texts that are the only ones allowed
     lark_grammar(f'start: "begin" /[xyz]/ "{"the middle of it, " * 12}" /[xyz]/ "end"'),
 ]
 GRAMMARS = [
-    *FORCING, json_grammar({"type": "object"}, whitespace_flexible=True), regex_grammar("[a-z ]{10,60}"),
-    regex_grammar("(hello|help|hell no)(, (hello|world)){0,5}"), regex_grammar("é{3}(ñ|日本)+🎉"),
-    lark_grammar('start: "yes" | "yesterday" | "no" start'), lark_grammar("start: /(?s:.*)/"),
-]  # fmt: skip
+    *FORCING,
+    json_grammar({"type": "object"}, whitespace_flexible=True),
+    regex_grammar("[a-z ]{10,60}"),
+    regex_grammar("(hello|help|hell no)(, (hello|world)){0,5}"),
+    regex_grammar("é{3}(ñ|日本)+🎉"),
+    lark_grammar('start: "yes" | "yesterday" | "no" start'),
+    lark_grammar("start: /(?s:.*)/"),
+]
 
 
 def random_sampling(source: random.Random, *, vocab_size: int) -> dict[str, Any]:

@@ -228,9 +228,13 @@ class Supervised:
         [config] = [one for one in worker_configs(self.config) if one.worker_id == worker_id]
         actor = self.ray.start(replace(config, role=role), None)
         claim = WorkerClaim(
-            process=actor.identity_, place=Place("group", len(self.ray.actors)), is_added=False, role=role,
-            config=config, started=actor.card.address,
-        )  # fmt: skip
+            process=actor.identity_,
+            place=Place("group", len(self.ray.actors)),
+            is_added=False,
+            role=role,
+            config=config,
+            started=actor.card.address,
+        )
         return OrphanedWorker(actor, claim)
 
     async def is_served(self, worker_id: str, epoch_above: int) -> None:

@@ -29,11 +29,18 @@ def save_terse_model(folder: Path, tokenizer_folder: Path) -> Path:
         shutil.copy(tokenizer_folder / name, folder / name)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=HIDDEN_SIZE, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=MAX_MODEL_LEN,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_MODEL_LEN,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
         dtype="float32",
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         _set_weights(model, [_token(tokenizer, text) for text in ANSWER], [_token(tokenizer, text) for text in ENDINGS])

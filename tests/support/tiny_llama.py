@@ -24,11 +24,19 @@ def save_tiny_model(
 ) -> Path:
     """The same weights each time; large enough that greedy output depends on every token before it."""
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_hidden_layers=2,
-        num_attention_heads=num_heads, num_key_value_heads=max(1, num_heads // 2),
-        max_position_embeddings=max_model_len, bos_token_id=1, eos_token_id=EOS_TOKEN_ID, tie_word_embeddings=False,
-        initializer_range=0.3, dtype="float32",
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=max(1, num_heads // 2),
+        max_position_embeddings=max_model_len,
+        bos_token_id=1,
+        eos_token_id=EOS_TOKEN_ID,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        dtype="float32",
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)

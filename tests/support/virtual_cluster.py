@@ -181,9 +181,12 @@ class VirtualCluster:
         duration_s += CPU_PRIOR.decode_seq_s * len(batch) + CPU_PRIOR.kv_token_s * num_kv
         duration_s *= math.exp(self._rng.gauss(0, NOISE))
         stats = StepStats(
-            duration_s=duration_s, num_prefill_tokens=num_tokens, prefill_attention=attention,
-            num_decode_seqs=len(batch), num_decode_kv_tokens=num_kv,
-        )  # fmt: skip
+            duration_s=duration_s,
+            num_prefill_tokens=num_tokens,
+            prefill_attention=attention,
+            num_decode_seqs=len(batch),
+            num_decode_kv_tokens=num_kv,
+        )
         machine.is_running = True
         self.at(self.now + duration_s, lambda: self._end_step(machine, stats, chunks, batch))
 
@@ -236,9 +239,15 @@ def poisson(
     """Independent arrivals, `rate` a second: prompts of even spread, answers of 32 tokens on average."""
     arrivals, now = [], rng.expovariate(rate)
     while now < duration_s:
-        arrivals.append(Arrival(
-            time_s=now, tenant=tenant, num_prompt_tokens=rng.randint(64, 1024),
-            num_output_tokens=1 + int(rng.expovariate(1 / 32)), slo_s=slo_s, num_retries=num_retries,
-        ))  # fmt: skip
+        arrivals.append(
+            Arrival(
+                time_s=now,
+                tenant=tenant,
+                num_prompt_tokens=rng.randint(64, 1024),
+                num_output_tokens=1 + int(rng.expovariate(1 / 32)),
+                slo_s=slo_s,
+                num_retries=num_retries,
+            )
+        )
         now += rng.expovariate(rate)
     return arrivals

@@ -102,10 +102,17 @@ def routed(
 
 def _table(name: str, url: str, model: str, role: str, events: int, replay: int, num_ranks: int) -> str:
     values = {
-        "name": name, "url": url, "model": model, "kind": "vllm", "role": role, "hardware": "cpu",
-        "kv_bytes_per_token": _KV_BYTES_PER_TOKEN, "kv_events": f"tcp://127.0.0.1:{events}",
-        "kv_replay": f"tcp://127.0.0.1:{replay}", "data_parallel_size": num_ranks,
-    }  # fmt: skip
+        "name": name,
+        "url": url,
+        "model": model,
+        "kind": "vllm",
+        "role": role,
+        "hardware": "cpu",
+        "kv_bytes_per_token": _KV_BYTES_PER_TOKEN,
+        "kv_events": f"tcp://127.0.0.1:{events}",
+        "kv_replay": f"tcp://127.0.0.1:{replay}",
+        "data_parallel_size": num_ranks,
+    }
     return "[[engines]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
 
 

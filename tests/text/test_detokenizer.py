@@ -40,11 +40,15 @@ def test_joined_stream_is_the_text_whatever_the_split(
     assert prompt + "".join(pieces) == tokenizer.decode([*prompt_ids, *ids], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(("text", "ends", "expected"), [
-    ("a🎉b", range(1, 7), ["a", "", "", "", "🎉", "b", ""]),
-    ("ab🎉", [3, 6], ["ab", "🎉", ""]),
-    ("a🎉", [4], ["a", "\ufffd"]),
-], ids=["token by token", "behind a whole one", "never completed"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "ends", "expected"),
+    [
+        ("a🎉b", range(1, 7), ["a", "", "", "", "🎉", "b", ""]),
+        ("ab🎉", [3, 6], ["ab", "🎉", ""]),
+        ("a🎉", [4], ["a", "\ufffd"]),
+    ],
+    ids=["token by token", "behind a whole one", "never completed"],
+)
 def test_incomplete_characters_wait(tokenizer: Tokenizer, text: str, ends: Sequence[int], expected: list[str]) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert stream(tokenizer.detokenizer([]), [ids[start:end] for start, end in pairwise([0, *ends])]) == expected

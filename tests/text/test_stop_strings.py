@@ -83,19 +83,22 @@ def test_a_piece_costs_the_same_however_many_stops_are_held_back_for(num_stops: 
     assert lookups.num_lookups <= 4 * 4000  # per character: one that fails, and one for each state it falls back to
 
 
-@pytest.mark.parametrize(("stops", "pieces", "shown", "stop"), [
-    (["END"], ["abE", "NDx"], ["ab", ""], "END"),
-    (["END"], ["abE", "Nx"], ["ab", "ENx", ""], None),
-    (["END"], ["abEN"], ["ab", "EN"], None),
-    (["ab"], ["abc"], [""], "ab"),
-    (["\n\n"], ["a\n", "b\n", "\nc"], ["a", "\nb", ""], "\n\n"),
-    (["abcd", "bc"], ["xabc", "d"], ["x", ""], "abcd"),
-    (["abcd", "bc"], ["xabc", "e"], ["x", "a"], "bc"),
-    (["abcd", "bc"], ["xabc"], ["x", "a"], "bc"),
-    (["🎉"], ["a🎉b"], ["a"], "🎉"),
-    ([], ["a"], ["a", ""], None),
-    ([f"({i}.*" for i in range(500)], ["a(7.", "*b"], ["a", ""], "(7.*"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stops", "pieces", "shown", "stop"),
+    [
+        (["END"], ["abE", "NDx"], ["ab", ""], "END"),
+        (["END"], ["abE", "Nx"], ["ab", "ENx", ""], None),
+        (["END"], ["abEN"], ["ab", "EN"], None),
+        (["ab"], ["abc"], [""], "ab"),
+        (["\n\n"], ["a\n", "b\n", "\nc"], ["a", "\nb", ""], "\n\n"),
+        (["abcd", "bc"], ["xabc", "d"], ["x", ""], "abcd"),
+        (["abcd", "bc"], ["xabc", "e"], ["x", "a"], "bc"),
+        (["abcd", "bc"], ["xabc"], ["x", "a"], "bc"),
+        (["🎉"], ["a🎉b"], ["a"], "🎉"),
+        ([], ["a"], ["a", ""], None),
+        ([f"({i}.*" for i in range(500)], ["a(7.", "*b"], ["a", ""], "(7.*"),
+    ],
+)
 def test_nothing_that_may_become_a_stop_string_is_shown(
     stops: list[str], pieces: list[str], shown: list[str], stop: str | None
 ) -> None:

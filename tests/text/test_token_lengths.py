@@ -132,21 +132,26 @@ def with_token(**fields: bool) -> FastTokenizer:
     return fast
 
 
-@pytest.mark.parametrize("fast", [
-    changed(normalizer=normalizers.Strip()),
-    changed(normalizer=normalizers.Replace(Regex(" +"), " ")),
-    changed(normalizer=normalizers.Replace("a", "")),
-    changed(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.StripAccents()])),
-    changed(pre_tokenizer=pre_tokenizers.WhitespaceSplit()),
-    changed(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])),
-    with_token(lstrip=True),
-    with_token(rstrip=True),
-    byte_level(without="ģ"),  # a byte within characters
-    FastTokenizer(models.BPE({"a": 0}, [])),
-    FastTokenizer(models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)),
-    FastTokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")),
-    FastTokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fast",
+    [
+        changed(normalizer=normalizers.Strip()),
+        changed(normalizer=normalizers.Replace(Regex(" +"), " ")),
+        changed(normalizer=normalizers.Replace("a", "")),
+        changed(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.StripAccents()])),
+        changed(pre_tokenizer=pre_tokenizers.WhitespaceSplit()),
+        changed(
+            pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])
+        ),
+        with_token(lstrip=True),
+        with_token(rstrip=True),
+        byte_level(without="ģ"),  # a byte within characters
+        FastTokenizer(models.BPE({"a": 0}, [])),
+        FastTokenizer(models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)),
+        FastTokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")),
+        FastTokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]")),
+    ],
+)
 def test_if_a_token_can_have_any_length_there_is_no_bound(fast: FastTokenizer) -> None:
     assert token_length(fast) is None
 

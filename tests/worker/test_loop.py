@@ -355,6 +355,22 @@ async def test_an_error_of_the_device_ends_the_worker_and_tells_every_request(ti
         await cluster.becomes_idle(survivor)
 
 
+async def test_the_place_of_a_dead_worker_is_taken_by_a_new_epoch(tiny_model: Path, oracle: Oracle) -> None:
+    async with running_cluster(tiny_model) as cluster:
+        for worker_id, role in PAIR.items():
+            old = cluster.worker(worker_id)
+            await cluster.generate(make_prompt(40))
+            await asyncio.to_thread(cluster.workers[worker_id].stop)
+            cluster.client.mark_dead(worker_id, "test")
+            await cluster.add(worker_config(tiny_model, worker_id, role))
+            (other,) = set(PAIR) - {worker_id}
+            peer = cluster.worker(other)
+            await cluster.call(other, lambda peer=peer, old=old: peer.peer_died(old.address))
+            prompt = make_prompt(70)
+            assert (await cluster.generate(prompt)).token_ids == oracle.answer(prompt)
+        await cluster.becomes_idle()
+
+
 async def test_the_death_of_the_sender_frees_the_blocks_it_might_have_written(tiny_model: Path) -> None:
     async with running_cluster(tiny_model, judge=lambda _: Verdict.HOLD) as cluster:
         request = asyncio.create_task(cluster.generate(make_prompt(100)))

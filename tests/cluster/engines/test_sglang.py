@@ -117,9 +117,12 @@ def test_a_role_is_fixed_unless_the_server_can_switch() -> None:
 @contextmanager
 def running(folder: Path, role: Role) -> Iterator[EngineStarted]:
     server = replace(
-        SERVER, python=str(engine_python(folder, "fake_sglang")), role=role, num_gpus=0.0,
+        SERVER,
+        python=str(engine_python(folder, "fake_sglang")),
+        role=role,
+        num_gpus=0.0,
         log_folder=str(folder / "logs"),
-    )  # fmt: skip
+    )
     actor = EngineActor(server)
     started = actor.start()
     try:

@@ -92,12 +92,15 @@ async def test_the_first_snapshot_has_what_happened_before_somebody_looked() -> 
         assert traffic["finished_per_s"] > 0  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("headers", "status", "code"), [
-    ({}, 401, "invalid_api_key"),
-    ({"authorization": "Bearer wrong"}, 401, "invalid_api_key"),
-    ({"authorization": "Bearer ours"}, 403, "operator_key_required"),
-    (OPERATOR | {"x-tandem-tenant": "search"}, 403, "operator_key_required"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({}, 401, "invalid_api_key"),
+        ({"authorization": "Bearer wrong"}, 401, "invalid_api_key"),
+        ({"authorization": "Bearer ours"}, 403, "operator_key_required"),
+        (OPERATOR | {"x-tandem-tenant": "search"}, 403, "operator_key_required"),
+    ],
+)
 async def test_only_an_operator_may_watch(headers: dict[str, str], status: int, code: str) -> None:
     async with served(api_keys_of(KEYS)) as (client, _):
         response = await client.get("/v1/dashboard", headers=headers)

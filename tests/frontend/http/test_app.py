@@ -49,13 +49,25 @@ async def tell(request: Request) -> Response:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("origin", "expected"), [
-    ({}, {"vary": "Origin"}),
-    (PAGE, {"vary": "Origin", "access-control-allow-origin": "http://page.example",
-        "access-control-expose-headers": "x-request-id, x-tandem-ignored"}),
-    ({"origin": "http://other.example"}, {"vary": "Origin",
-        "access-control-expose-headers": "x-request-id, x-tandem-ignored"}),
-], ids=["no page", "our page", "another page"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        ({}, {"vary": "Origin"}),
+        (
+            PAGE,
+            {
+                "vary": "Origin",
+                "access-control-allow-origin": "http://page.example",
+                "access-control-expose-headers": "x-request-id, x-tandem-ignored",
+            },
+        ),
+        (
+            {"origin": "http://other.example"},
+            {"vary": "Origin", "access-control-expose-headers": "x-request-id, x-tandem-ignored"},
+        ),
+    ],
+    ids=["no page", "our page", "another page"],
+)
 async def test_every_answer_has_its_cors_headers(path: str, origin: dict[str, str], expected: dict[str, str]) -> None:
     async with app_client(app_of(tell)) as client:
         for headers, content, status in [(KEY, b"x", 200), ({}, b"x", 401), (KEY, b"x" * 101, 413)]:

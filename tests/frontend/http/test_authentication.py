@@ -190,16 +190,19 @@ async def test_a_keys_priority_counts_where_the_request_names_none() -> None:
         assert (await client.get("/x")).json() == [0, 0, -3]
 
 
-@pytest.mark.parametrize(("keys", "path", "key", "admitted"), [
-    ({"ours": "search"}, "/v1/models", "ours", [True]),
-    ({"ours": "search"}, "/metrics", "ours", [True]),
-    ({"ours": "search"}, "/metrics", "", []),
-    ({"ours": "search"}, "/dashboard/x", "wrong", []),
-    ({"ours": "search"}, "/v1/models", "wrong", []),
-    ({}, "/v1/models", "", [False]),
-    ({}, "/metrics", "", []),
-    ({}, "/dashboard", "any", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "path", "key", "admitted"),
+    [
+        ({"ours": "search"}, "/v1/models", "ours", [True]),
+        ({"ours": "search"}, "/metrics", "ours", [True]),
+        ({"ours": "search"}, "/metrics", "", []),
+        ({"ours": "search"}, "/dashboard/x", "wrong", []),
+        ({"ours": "search"}, "/v1/models", "wrong", []),
+        ({}, "/v1/models", "", [False]),
+        ({}, "/metrics", "", []),
+        ({}, "/dashboard", "any", []),
+    ],
+)
 def test_the_server_is_told_who_is_no_stranger(keys: dict[str, str], path: str, key: str, admitted: list[bool]) -> None:
     told = list[bool]()
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []

@@ -145,14 +145,17 @@ async def test_the_books_agree_whatever_happens(seed: int) -> None:
     assert not any((shared.open, shared._leaving, shared._waiting, shared._by_network))
 
 
-@pytest.mark.parametrize(("peer", "network"), [
-    (("10.1.2.3", 5), "10.1.2.3"),
-    (("::ffff:10.1.2.3", 5, 0, 0), "10.1.2.3"),
-    (("2001:db8:1:2:3:4:5:6", 5, 0, 0), "2001:db8:1:2::"),
-    (("2001:db8:1:2:ffff::1", 5, 0, 0), "2001:db8:1:2::"),
-    (("fe80::1%eth0", 5, 0, 2), "fe80::"),
-    ("", "a socket without an address"),
-    (None, "a socket without an address"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("peer", "network"),
+    [
+        (("10.1.2.3", 5), "10.1.2.3"),
+        (("::ffff:10.1.2.3", 5, 0, 0), "10.1.2.3"),
+        (("2001:db8:1:2:3:4:5:6", 5, 0, 0), "2001:db8:1:2::"),
+        (("2001:db8:1:2:ffff::1", 5, 0, 0), "2001:db8:1:2::"),
+        (("fe80::1%eth0", 5, 0, 2), "fe80::"),
+        ("", "a socket without an address"),
+        (None, "a socket without an address"),
+    ],
+)
 def test_a_network_is_what_one_customer_has(peer: object, network: str) -> None:
     assert network_of(peer) == network

@@ -70,16 +70,19 @@ GZIPPED = gzip.compress(BODY, mtime=0)  # the ids of tests have it, and must not
 
 
 @pytest.mark.parametrize("path", ["/raw", "/fast"])
-@pytest.mark.parametrize(("encoding", "content"), [
-    ("gzip", GZIPPED),
-    ("x-gzip", GZIPPED),
-    ("GZIP", GZIPPED),
-    ("deflate", zlib.compress(BODY)),
-    ("deflate", raw_deflate(BODY)),
-    ("identity", BODY),
-    ("identity, gzip", GZIPPED),
-    *(("", BODY), ("gzip", b"")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("encoding", "content"),
+    [
+        ("gzip", GZIPPED),
+        ("x-gzip", GZIPPED),
+        ("GZIP", GZIPPED),
+        ("deflate", zlib.compress(BODY)),
+        ("deflate", raw_deflate(BODY)),
+        ("identity", BODY),
+        ("identity, gzip", GZIPPED),
+        *(("", BODY), ("gzip", b"")),
+    ],
+)
 async def test_a_compressed_body_is_read(path: str, encoding: str, content: bytes) -> None:
     response = await send(content, encoding, path)
     assert (response.status_code, response.content) == (200, content and BODY)
@@ -93,16 +96,19 @@ async def test_another_encoding_is_refused_with_those_that_are_read(encoding: st
     assert f"Content-Encoding '{encoding}'" in message_of(response)
 
 
-@pytest.mark.parametrize(("encoding", "content", "why"), [
-    ("gzip", GZIPPED[:-9], "it is cut off"),
-    ("gzip", GZIPPED[:5], "it is cut off"),
-    ("gzip", GZIPPED + b"x", "more follows after its end"),
-    ("gzip", GZIPPED * 2, "more follows after its end"),
-    ("gzip", BODY, "incorrect header check"),
-    ("gzip", GZIPPED[:-8] + bytes(8), "incorrect data check"),
-    ("deflate", zlib.compress(BODY)[:-5], "it is cut off"),
-    ("deflate", b"\xff" * 20, "invalid"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("encoding", "content", "why"),
+    [
+        ("gzip", GZIPPED[:-9], "it is cut off"),
+        ("gzip", GZIPPED[:5], "it is cut off"),
+        ("gzip", GZIPPED + b"x", "more follows after its end"),
+        ("gzip", GZIPPED * 2, "more follows after its end"),
+        ("gzip", BODY, "incorrect header check"),
+        ("gzip", GZIPPED[:-8] + bytes(8), "incorrect data check"),
+        ("deflate", zlib.compress(BODY)[:-5], "it is cut off"),
+        ("deflate", b"\xff" * 20, "invalid"),
+    ],
+)
 async def test_a_broken_body_is_refused_with_what_is_wrong(encoding: str, content: bytes, why: str) -> None:
     response = await send(content, encoding)
     assert response.status_code == 400

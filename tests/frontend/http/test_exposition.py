@@ -107,24 +107,27 @@ def test_every_metric_fits_openmetrics(command: str) -> None:
         assert not {'"', "\\", "\n"} & set(metric.text), metric.name
 
 
-@pytest.mark.parametrize(("accept", "expected"), [
-    ("", False),
-    ("*/*", False),
-    ("text/html,application/xhtml+xml,*/*;q=0.8", False),
-    ("text/plain;version=0.0.4", False),
-    ("application/openmetrics-text", True),
-    ("application/openmetrics-text; version=1.0.0", True),
-    ("Application/OpenMetrics-Text;Q=0.3", True),
-    (PROMETHEUS_3, True),
-    (PROMETHEUS_2_CLASSIC_FIRST, False),
-    ("application/openmetrics-text;q=0", False),
-    ("application/openmetrics-text;q=0.000, text/plain;q=0", False),
-    ("application/openmetrics-text;q=abc", False),
-    ("application/openmetrics-text;q=nan", False),
-    ("application/openmetrics-text;q=1e9, text/plain", False),
-    (";;;,,,=,q=", False),
-    ("," * 20_000, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        ("", False),
+        ("*/*", False),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", False),
+        ("text/plain;version=0.0.4", False),
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text; version=1.0.0", True),
+        ("Application/OpenMetrics-Text;Q=0.3", True),
+        (PROMETHEUS_3, True),
+        (PROMETHEUS_2_CLASSIC_FIRST, False),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text;q=0.000, text/plain;q=0", False),
+        ("application/openmetrics-text;q=abc", False),
+        ("application/openmetrics-text;q=nan", False),
+        ("application/openmetrics-text;q=1e9, text/plain", False),
+        (";;;,,,=,q=", False),
+        ("," * 20_000, False),
+    ],
+)
 def test_the_format_is_the_one_that_is_asked_for(accept: str, expected: bool) -> None:
     assert prefers_openmetrics(accept) is expected
 

@@ -124,10 +124,19 @@ async def answer(port: int, request: bytes) -> bytes:
         return await exchange(port, request)
 
 
-@pytest.mark.parametrize("request_bytes", [
-    PAGE, PAGE * 20, PAGE.replace(b"host", b"connection: close\r\nhost"), PAGE.replace(b"/dashboard", b"/small") * 3000,
-    b"no request\r\n\r\n", b"POST /small HTTP/1.1\r\nhost: h\r\ncontent-length: 100\r\n\r\n", b"",
-], ids=["once", "pipelined", "the last", "many small", "refused", "no body", "silent"])  # fmt: skip
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        PAGE,
+        PAGE * 20,
+        PAGE.replace(b"host", b"connection: close\r\nhost"),
+        PAGE.replace(b"/dashboard", b"/small") * 3000,
+        b"no request\r\n\r\n",
+        b"POST /small HTTP/1.1\r\nhost: h\r\ncontent-length: 100\r\n\r\n",
+        b"",
+    ],
+    ids=["once", "pipelined", "the last", "many small", "refused", "no body", "silent"],
+)
 async def test_connections_that_are_not_used_keep_nobody_out(request_bytes: bytes) -> None:
     app = App()
     async with serving_app(app, max_connections=8) as port, unread(port, request_bytes, 8 + NUM_RESERVED + 8):
@@ -344,12 +353,16 @@ class Transport:
         pass
 
 
-@pytest.mark.parametrize(("num_unsent", "lives_s"), [
-    (lambda second: 0, 400),
-    (lambda second: 30_000, 60),
-    (lambda second: max(0, 60_000 - 100 * second), 60 + 60 * 100 / http_protocol_module.MIN_BYTES_PER_S),
-    (lambda second: 30_000 if second % 50 else 0, 400),
-], ids=["all is read", "nothing is read", "little is read", "all is read now and then"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_unsent", "lives_s"),
+    [
+        (lambda second: 0, 400),
+        (lambda second: 30_000, 60),
+        (lambda second: max(0, 60_000 - 100 * second), 60 + 60 * 100 / http_protocol_module.MIN_BYTES_PER_S),
+        (lambda second: 30_000 if second % 50 else 0, 400),
+    ],
+    ids=["all is read", "nothing is read", "little is read", "all is read now and then"],
+)
 async def test_how_long_a_client_may_read_slowly(num_unsent: Callable[[int], int], lives_s: float, tls: None) -> None:
     shared = Connections(RouterConfig(keep_alive_timeout_s=1000, header_timeout_s=1000), 10)
     shared.now_s = 5000.0  # the server has been there for a while

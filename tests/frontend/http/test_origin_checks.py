@@ -12,27 +12,34 @@ COMPLETIONS = "/v1/completions"
 OWN = frozenset({"localhost"})
 
 
-@pytest.mark.parametrize(("host", "allowed", "expected"), [
-    ("127.0.0.1", (), OWN),
-    ("localhost", (), OWN),
-    ("::1", (), OWN),
-    ("127.0.0.7", (), OWN),
-    ("127.0.0.1", ("Box.Example:80", "[fd00::1]:8000"), OWN | {"box.example", "fd00::1"}),
-    ("127.0.0.1", ("*",), None),
-    ("0.0.0.0", (), None),
-    ("::", (), None),
-    ("10.0.0.7", (), None),
-    ("no such host", (), None),
-    ("0.0.0.0", ("box.example",), OWN | {"box.example"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "allowed", "expected"),
+    [
+        ("127.0.0.1", (), OWN),
+        ("localhost", (), OWN),
+        ("::1", (), OWN),
+        ("127.0.0.7", (), OWN),
+        ("127.0.0.1", ("Box.Example:80", "[fd00::1]:8000"), OWN | {"box.example", "fd00::1"}),
+        ("127.0.0.1", ("*",), None),
+        ("0.0.0.0", (), None),
+        ("::", (), None),
+        ("10.0.0.7", (), None),
+        ("no such host", (), None),
+        ("0.0.0.0", ("box.example",), OWN | {"box.example"}),
+    ],
+)
 def test_hosts_are_checked_on_loopback(host: str, allowed: tuple[str, ...], expected: frozenset[str] | None) -> None:
     assert hosts_allowed(RouterConfig(host=host, allowed_hosts=allowed)) == expected
 
 
-@pytest.mark.parametrize("host", [
-    *("localhost", "LOCALHOST:8000", "localhost.", "localhost.:1", "127.0.0.1", "127.0.0.1:8000", "127.0.0.1.", ""),
-    *("127.0.0.2:8000", "127.255.255.254", "[::1]", "[::1]:8000", "::1", "0:0:0:0:0:0:0:1", "0.0.0.0:8000"), "[::]:1",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("localhost", "LOCALHOST:8000", "localhost.", "localhost.:1", "127.0.0.1", "127.0.0.1:8000", "127.0.0.1.", ""),
+        *("127.0.0.2:8000", "127.255.255.254", "[::1]", "[::1]:8000", "::1", "0:0:0:0:0:0:0:1", "0.0.0.0:8000"),
+        "[::]:1",
+    ],
+)
 def test_a_server_answers_to_its_names_with_any_port(host: str) -> None:
     headers = {b"host": host.encode()} if host else {}
     check_host_and_origin(headers, "POST", COMPLETIONS, OWN, ())
@@ -40,11 +47,15 @@ def test_a_server_answers_to_its_names_with_any_port(host: str) -> None:
         check_host_and_origin(headers | {b"origin": b"http://page.example"}, "POST", COMPLETIONS, OWN, ())
 
 
-@pytest.mark.parametrize("host", [
-    *("page.example", "page.example:8000", "localhost.page.example", "127.0.0.1.nip.io", "[::2]", "@localhost"),
-    *("[::1.page.example", "localhost@page.example", "localhost page.example", "2130706433", "127.0.0.1.1", "\xff"),
-    *("128.0.0.1", "10.0.0.7:8000", "169.254.169.254", "127.0.0.1,page.example", "127.0.0.1@page.example", "["), ".",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("page.example", "page.example:8000", "localhost.page.example", "127.0.0.1.nip.io", "[::2]", "@localhost"),
+        *("[::1.page.example", "localhost@page.example", "localhost page.example", "2130706433", "127.0.0.1.1", "\xff"),
+        *("128.0.0.1", "10.0.0.7:8000", "169.254.169.254", "127.0.0.1,page.example", "127.0.0.1@page.example", "["),
+        ".",
+    ],
+)
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_other_names_are_refused_with_the_remedy(host: str, method: str) -> None:
     headers = {b"host": host.encode("latin-1"), b"origin": f"http://{host}".encode("latin-1")}
@@ -53,18 +64,21 @@ def test_other_names_are_refused_with_the_remedy(host: str, method: str) -> None
         check_host_and_origin(headers, method, COMPLETIONS, OWN, ("*",))
 
 
-@pytest.mark.parametrize(("origin", "origins", "is_allowed"), [
-    ("http://localhost:8000", (), True),  # its own pages, such as /docs
-    ("http://localhost:8001", (), False),
-    ("http://page.example", (), False),
-    ("http://127.0.0.2:8000", (), False),  # another server on this machine
-    ("null", (), False),  # a sandboxed frame, a file
-    ("null", ("null",), True),
-    ("http://page.example", ("http://page.example",), True),
-    ("http://page.example", ("http://other.example",), False),
-    ("http://page.example", ("*",), True),
-    ("", (), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("origin", "origins", "is_allowed"),
+    [
+        ("http://localhost:8000", (), True),  # its own pages, such as /docs
+        ("http://localhost:8001", (), False),
+        ("http://page.example", (), False),
+        ("http://127.0.0.2:8000", (), False),  # another server on this machine
+        ("null", (), False),  # a sandboxed frame, a file
+        ("null", ("null",), True),
+        ("http://page.example", ("http://page.example",), True),
+        ("http://page.example", ("http://other.example",), False),
+        ("http://page.example", ("*",), True),
+        ("", (), False),
+    ],
+)
 def test_a_page_needs_an_allowed_origin_for_changes(origin: str, origins: tuple[str, ...], is_allowed: bool) -> None:
     headers = {b"host": b"localhost:8000", b"origin": origin.encode()}
     for method in ("GET", "HEAD", "OPTIONS"):  # the browser does not show the page the response

@@ -339,14 +339,18 @@ async def test_endless_input_is_cut_short_and_its_client_reads_why(start: bytes,
     assert error_of(answer)[0] == status
 
 
-@pytest.mark.parametrize("request_bytes", [
-    HEAD + b"content-length: 4\r\n\r\nbody",
-    HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nb\r\n3;ext=1\r\nody\r\n0\r\nx-tandem-tenant: other\r\n\r\n",
-    HEAD + b"connection: upgrade\r\nupgrade: websocket\r\ncontent-length: 4\r\n\r\nbody",
-    HEAD + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\ntransfer-encoding: chunked\r\n\r\n"
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        HEAD + b"content-length: 4\r\n\r\nbody",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nb\r\n3;ext=1\r\nody\r\n0\r\nx-tandem-tenant: other\r\n\r\n",
+        HEAD + b"connection: upgrade\r\nupgrade: websocket\r\ncontent-length: 4\r\n\r\nbody",
+        HEAD + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\ntransfer-encoding: chunked\r\n\r\n"
         b"4\r\nbody\r\n0\r\n\r\n",
-    HEAD + b"a: " + b"b" * 20_000 + b"\r\ncontent-length: 4\r\n\r\nbody",
-], ids=["plain", "chunked", "websocket", "h2c", "large header"])  # fmt: skip
+        HEAD + b"a: " + b"b" * 20_000 + b"\r\ncontent-length: 4\r\n\r\nbody",
+    ],
+    ids=["plain", "chunked", "websocket", "h2c", "large header"],
+)
 async def test_a_body_arrives_in_any_framing(request_bytes: bytes) -> None:
     app = Echo()
     request_bytes = request_bytes.replace(b"/x HTTP/1.1\r\n", b"/x HTTP/1.1\r\nconnection: close\r\n")
@@ -445,14 +449,18 @@ async def test_a_client_that_leaves_pipelines_is_noticed(connections: list[http_
         assert num_asked == 1
 
 
-@pytest.mark.parametrize(("last", "status"), [
-    (b"no request\r\n\r\n", 400),
-    (GET + b"host: i\r\n\r\n", 400),
-    (HEAD + b"transfer-encoding: chunked\r\n\r\nno chunk\r\n", 400),
-    (GET + b"a: " + b"b" * 40_000 + b"\r\n\r\n", 431),
-    (HEAD + b"content-length: 9\r\n\r\nshort", 408),
-    (GET, 408),
-], ids=["no request", "two hosts", "no chunk", "large header", "slow body", "slow header"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [
+        (b"no request\r\n\r\n", 400),
+        (GET + b"host: i\r\n\r\n", 400),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\nno chunk\r\n", 400),
+        (GET + b"a: " + b"b" * 40_000 + b"\r\n\r\n", 431),
+        (HEAD + b"content-length: 9\r\n\r\nshort", 408),
+        (GET, 408),
+    ],
+    ids=["no request", "two hosts", "no chunk", "large header", "slow body", "slow header"],
+)
 async def test_a_refusal_follows_the_responses_to_earlier_requests(last: bytes, status: int) -> None:
     app = Echo()
     for num_before in (1, 200):
@@ -619,14 +627,17 @@ async def test_unfinished_bodies_take_bounded_memory_the_oldest_go_first() -> No
             writer.close()
 
 
-@pytest.mark.parametrize(("soft", "hard", "wanted", "possible", "new_soft"), [
-    (1024, 4096, 2048, 2048, 2368),
-    (65_536, 65_536, 2048, 2048, 65_536),
-    (1024, 1024, 2048, 704, 1024),
-    (256, 256, 2048, 1, 256),
-    (1024, -1, 100_000, 100_000, 100_320),
-    (-1, -1, 100_000, 100_000, -1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "possible", "new_soft"),
+    [
+        (1024, 4096, 2048, 2048, 2368),
+        (65_536, 65_536, 2048, 2048, 65_536),
+        (1024, 1024, 2048, 704, 1024),
+        (256, 256, 2048, 1, 256),
+        (1024, -1, 100_000, 100_000, 100_320),
+        (-1, -1, 100_000, 100_000, -1),
+    ],
+)
 def test_connections_are_bounded_by_the_open_file_limit(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int, possible: int, new_soft: int
 ) -> None:

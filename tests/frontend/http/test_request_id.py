@@ -58,17 +58,20 @@ async def test_a_hostile_id_is_replaced(client: Client, values: list[str]) -> No
     assert OURS.fullmatch(response.headers["x-request-id"])
 
 
-@pytest.mark.parametrize(("method", "path", "headers", "content", "status"), [
-    ("GET", "/health", {}, b"", 200),
-    ("GET", "/metrics", {}, b"", 200),
-    ("GET", "/none", {}, b"", 404),
-    ("GET", "/v1/chat/completions", {}, b"", 405),
-    ("POST", "/v1/chat/completions", {}, b"{", 400),
-    ("POST", "/v1/messages", {}, b"{}", 400),
-    ("POST", "/tokenize", {}, b"x" * 100, 413),
-    ("POST", "/v1/completions", PAGE, b"{}", 403),
-    ("OPTIONS", "/v1/completions", PAGE | {"access-control-request-method": "POST"}, b"", 400),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "content", "status"),
+    [
+        ("GET", "/health", {}, b"", 200),
+        ("GET", "/metrics", {}, b"", 200),
+        ("GET", "/none", {}, b"", 404),
+        ("GET", "/v1/chat/completions", {}, b"", 405),
+        ("POST", "/v1/chat/completions", {}, b"{", 400),
+        ("POST", "/v1/messages", {}, b"{}", 400),
+        ("POST", "/tokenize", {}, b"x" * 100, 413),
+        ("POST", "/v1/completions", PAGE, b"{}", 403),
+        ("OPTIONS", "/v1/completions", PAGE | {"access-control-request-method": "POST"}, b"", 400),
+    ],
+)
 async def test_every_answer_has_an_id(
     tokenizer: Tokenizer, method: str, path: str, headers: dict[str, str], content: bytes, status: int
 ) -> None:

@@ -40,11 +40,14 @@ async def test_a_cache_salt_has_at_most_256_characters(client: Client, path: str
     assert "has 1000000 characters; at most 256 are allowed" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("headers", [
-    *({"x-tandem-tenant": "a b"}, {"x-tandem-tenant": "a" * 65}, {"x-tandem-tenant": ""}),
-    *({"x-tandem-ttft-slo-ms": "soon"}, {"x-tandem-ttft-slo-ms": "0"}, {"x-tandem-ttft-slo-ms": "inf"}),
-    {"x-tandem-explain": "yes"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *({"x-tandem-tenant": "a b"}, {"x-tandem-tenant": "a" * 65}, {"x-tandem-tenant": ""}),
+        *({"x-tandem-ttft-slo-ms": "soon"}, {"x-tandem-ttft-slo-ms": "0"}, {"x-tandem-ttft-slo-ms": "inf"}),
+        {"x-tandem-explain": "yes"},
+    ],
+)
 async def test_bad_headers_are_refused_by_name(client: Client, headers: dict[str, str]) -> None:
     response = await client.post(CHAT, json={"messages": MESSAGES}, headers=headers)
     assert response.status_code == 400

@@ -517,11 +517,14 @@ async def test_bytes_after_the_end_of_tls_are_dropped(tmp_path: Path) -> None:
             assert b"This is not valid HTTP" in await asyncio.to_thread(talk)
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"tls_cert": "a"}, "tls_cert='a' is given without tls_key; give both"),
-    ({"tls_key": "a"}, "tls_key='a' is given without tls_cert; give both"),
-    ({"tls_client_ca": "a"}, "tls_client_ca='a' is given without tls_cert; give --tls-cert and --tls-key too"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tls_cert": "a"}, "tls_cert='a' is given without tls_key; give both"),
+        ({"tls_key": "a"}, "tls_key='a' is given without tls_cert; give both"),
+        ({"tls_client_ca": "a"}, "tls_client_ca='a' is given without tls_cert; give --tls-cert and --tls-key too"),
+    ],
+)
 def test_settings_that_need_each_other(given: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RouterConfig(**given)  # type: ignore[arg-type]

@@ -135,36 +135,39 @@ def file_of(*keys: Any, **fields: Any) -> str:
     return json.dumps({"version": 1, "keys": list(keys)} | fields)
 
 
-@pytest.mark.parametrize(("content", "expected"), [
-    ("", "is no file of API keys: Input data was truncated; make it with: tandem keys create --file"),
-    ("sk-secret search\n", "is no file of API keys: JSON is malformed"),
-    ('{"version": 1, "keys": [', "is no file of API keys"),
-    ("[" * 100_000, "is no file of API keys"),
-    ("\x00" * 1000, "is no file of API keys"),
-    ("[]", r"Expected `object`, got `array`"),
-    ("{}", "missing required field `keys`"),
-    (file_of(version=2), r"Invalid enum value 2.*\$.version"),
-    (file_of(extra=1), "unknown field `extra`"),
-    (file_of(7), r"Expected `object`, got `int` - at `\$.keys\[0\]`"),
-    (file_of(entry(sha256="sk-secret")), r"matching regex .* at `\$.keys\[0\].sha256`"),
-    (file_of(entry(sha256=None)), r"sha256"),
-    (file_of(entry(tenant="no/name")), r"\$.keys\[0\].tenant"),
-    (file_of(entry(tenant="**")), r"\$.keys\[0\].tenant"),
-    (file_of(entry(tenant="a\n")), r"\$.keys\[0\].tenant"),
-    (file_of(entry(id="")), r"\$.keys\[0\].id"),
-    (file_of(entry(id="a b")), r"\$.keys\[0\].id"),
-    (file_of(entry(name="x" * 101)), r"\$.keys\[0\].name"),
-    (file_of(entry(name="a\x1b[2J")), "the name of the key k-1 has control characters"),
-    (file_of(entry(priority=2**31)), r"\$.keys\[0\].priority"),
-    (file_of(entry(expires="2030-01-01T00:00:00")), r"\$.keys\[0\].expires"),  # in which zone?
-    (file_of(entry(expires=True)), r"\$.keys\[0\].expires"),
-    (file_of(entry(limits={"requests_per_minute": 0})), r"limits.requests_per_minute"),
-    (file_of(entry(limits={"tokens_per_minute": 1.5})), r"limits.tokens_per_minute"),
-    (file_of(entry(limits={"pins": -1})), r"limits.pins"),
-    (file_of(entry(limits={"request_per_minute": 5})), "unknown field `request_per_minute`"),
-    (file_of(entry(), entry(sha256="0" * 64)), "has the key k-1 twice"),
-    (file_of(entry(), entry(id="k-2")), "has the key k-2 twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "is no file of API keys: Input data was truncated; make it with: tandem keys create --file"),
+        ("sk-secret search\n", "is no file of API keys: JSON is malformed"),
+        ('{"version": 1, "keys": [', "is no file of API keys"),
+        ("[" * 100_000, "is no file of API keys"),
+        ("\x00" * 1000, "is no file of API keys"),
+        ("[]", r"Expected `object`, got `array`"),
+        ("{}", "missing required field `keys`"),
+        (file_of(version=2), r"Invalid enum value 2.*\$.version"),
+        (file_of(extra=1), "unknown field `extra`"),
+        (file_of(7), r"Expected `object`, got `int` - at `\$.keys\[0\]`"),
+        (file_of(entry(sha256="sk-secret")), r"matching regex .* at `\$.keys\[0\].sha256`"),
+        (file_of(entry(sha256=None)), r"sha256"),
+        (file_of(entry(tenant="no/name")), r"\$.keys\[0\].tenant"),
+        (file_of(entry(tenant="**")), r"\$.keys\[0\].tenant"),
+        (file_of(entry(tenant="a\n")), r"\$.keys\[0\].tenant"),
+        (file_of(entry(id="")), r"\$.keys\[0\].id"),
+        (file_of(entry(id="a b")), r"\$.keys\[0\].id"),
+        (file_of(entry(name="x" * 101)), r"\$.keys\[0\].name"),
+        (file_of(entry(name="a\x1b[2J")), "the name of the key k-1 has control characters"),
+        (file_of(entry(priority=2**31)), r"\$.keys\[0\].priority"),
+        (file_of(entry(expires="2030-01-01T00:00:00")), r"\$.keys\[0\].expires"),  # in which zone?
+        (file_of(entry(expires=True)), r"\$.keys\[0\].expires"),
+        (file_of(entry(limits={"requests_per_minute": 0})), r"limits.requests_per_minute"),
+        (file_of(entry(limits={"tokens_per_minute": 1.5})), r"limits.tokens_per_minute"),
+        (file_of(entry(limits={"pins": -1})), r"limits.pins"),
+        (file_of(entry(limits={"request_per_minute": 5})), "unknown field `request_per_minute`"),
+        (file_of(entry(), entry(sha256="0" * 64)), "has the key k-1 twice"),
+        (file_of(entry(), entry(id="k-2")), "has the key k-2 twice"),
+    ],
+)
 def test_a_file_that_is_no_key_file_is_told_without_its_content(tmp_path: Path, content: str, expected: str) -> None:
     path = tmp_path / "keys"
     path.write_text(content)

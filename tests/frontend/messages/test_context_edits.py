@@ -53,21 +53,24 @@ def found(done: Edited, kind: str, field: str) -> list[Any]:
     return [getattr(block, field) for block in blocks if block.type == kind]
 
 
-@pytest.mark.parametrize(("edit", "num_tokens", "num_cleared"), [
-    ({}, 99_999, 0),
-    ({}, 100_000, 2),
-    ({}, math.inf, 2),
-    ({"trigger": {"type": "input_tokens", "value": 50}}, 50, 2),
-    ({"trigger": {"type": "tool_uses", "value": 5}}, 0, 2),
-    ({"trigger": {"type": "tool_uses", "value": 6}}, math.inf, 0),
-    ({"trigger": ALWAYS, "keep": {"type": "tool_uses", "value": 0}}, 0, 5),
-    ({"trigger": ALWAYS, "keep": {"type": "tool_uses", "value": 4}}, 0, 1),
-    ({"trigger": ALWAYS, "keep": {"type": "tool_uses", "value": 9}}, 0, 0),
-    ({"trigger": ALWAYS, "clear_at_least": {"type": "input_tokens", "value": 11}}, 0, 2),
-    ({"trigger": ALWAYS, "clear_at_least": {"type": "input_tokens", "value": 12}}, 0, 0),
-    ({"trigger": ALWAYS, "clear_at_least": None, "exclude_tools": ["g"]}, 0, 2),
-    ({"trigger": ALWAYS, "exclude_tools": ["f"]}, 0, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "num_tokens", "num_cleared"),
+    [
+        ({}, 99_999, 0),
+        ({}, 100_000, 2),
+        ({}, math.inf, 2),
+        ({"trigger": {"type": "input_tokens", "value": 50}}, 50, 2),
+        ({"trigger": {"type": "tool_uses", "value": 5}}, 0, 2),
+        ({"trigger": {"type": "tool_uses", "value": 6}}, math.inf, 0),
+        ({"trigger": ALWAYS, "keep": {"type": "tool_uses", "value": 0}}, 0, 5),
+        ({"trigger": ALWAYS, "keep": {"type": "tool_uses", "value": 4}}, 0, 1),
+        ({"trigger": ALWAYS, "keep": {"type": "tool_uses", "value": 9}}, 0, 0),
+        ({"trigger": ALWAYS, "clear_at_least": {"type": "input_tokens", "value": 11}}, 0, 2),
+        ({"trigger": ALWAYS, "clear_at_least": {"type": "input_tokens", "value": 12}}, 0, 0),
+        ({"trigger": ALWAYS, "clear_at_least": None, "exclude_tools": ["g"]}, 0, 2),
+        ({"trigger": ALWAYS, "exclude_tools": ["f"]}, 0, 0),
+    ],
+)
 def test_old_results_are_cleared_from_the_trigger_on(edit: dict[str, Any], num_tokens: float, num_cleared: int) -> None:
     done = after(LOOP, {"type": USES, **edit}, num_tokens=num_tokens)
     assert found(done, "tool_result", "content") == [CLEARED] * num_cleared + ["12345"] * (5 - num_cleared)
@@ -93,14 +96,17 @@ def test_what_was_cleared_before_is_not_counted_again() -> None:
     assert (found(done, "tool_result", "content"), done.applied) == ([CLEARED, ""], [])
 
 
-@pytest.mark.parametrize(("keep", "expected"), [
-    (None, ["c", "d"]),
-    ("all", ["a", "b", "c", "d"]),
-    ({"type": "all"}, ["a", "b", "c", "d"]),
-    ({"type": "thinking_turns", "value": 0}, []),
-    ({"type": "thinking_turns", "value": 2}, ["b", "c", "d"]),
-    ({"type": "thinking_turns", "value": 9}, ["a", "b", "c", "d"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (None, ["c", "d"]),
+        ("all", ["a", "b", "c", "d"]),
+        ({"type": "all"}, ["a", "b", "c", "d"]),
+        ({"type": "thinking_turns", "value": 0}, []),
+        ({"type": "thinking_turns", "value": 2}, ["b", "c", "d"]),
+        ({"type": "thinking_turns", "value": 9}, ["a", "b", "c", "d"]),
+    ],
+)
 def test_thoughts_of_old_turns_are_cleared(keep: Any, expected: list[str]) -> None:
     messages = [
         user(text("1")),
@@ -140,13 +146,16 @@ def test_edits_are_made_in_their_order_and_others_are_ignored() -> None:
     assert ignored == ["context_management.compact_20260112"]
 
 
-@pytest.mark.parametrize(("edits", "expected"), [
-    ([], None),
-    ([{"type": THINKING}], None),
-    ([{"type": USES}], 100_000),
-    ([{"type": USES, "trigger": {"type": "tool_uses", "value": 3}}], None),
-    ([{"type": USES}, {"type": USES, "trigger": {"type": "input_tokens", "value": 7}}], 7),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edits", "expected"),
+    [
+        ([], None),
+        ([{"type": THINKING}], None),
+        ([{"type": USES}], 100_000),
+        ([{"type": USES, "trigger": {"type": "tool_uses", "value": 3}}], None),
+        ([{"type": USES}, {"type": USES, "trigger": {"type": "input_tokens", "value": 7}}], 7),
+    ],
+)
 def test_tokens_are_counted_only_for_a_trigger_in_tokens(edits: list[Any], expected: int | None) -> None:
     body = {"max_tokens": 9, "messages": LOOP, "context_management": {"edits": edits}}
     assert least_trigger(known_edits(decode_body(msgspec.json.encode(body), MessagesRequest))) == expected

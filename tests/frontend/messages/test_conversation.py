@@ -52,42 +52,67 @@ CALL = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Ro
 CALL_AS_CHAT = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 
 
-@pytest.mark.parametrize(("messages", "fields", "expected"), [
-    ([HI], {}, [HI]),
-    ([HI], {"system": "Be brief."}, [{"role": "system", "content": "Be brief."}, HI]),
-    ([HI], {"system": [text("a"), text("b")]}, [{"role": "system", "content": "a\nb"}, HI]),
-    ([HI], {"system": ""}, [HI]),
-    ([HI], {"system": [text("x-anthropic-billing-header: cch=1;"), text("b")]},
-        [{"role": "system", "content": "b"}, HI]),
-    ([HI], {"system": [text("x-anthropic-billing-header: cch=1;")]}, [HI]),
-    ([user([text("a"), text("b")])], {}, [user("a\nb")]),
-    ([HI, {"role": "system", "content": [text("Now rhyme.")]}], {}, [HI, {"role": "system", "content": "Now rhyme."}]),
-    ([HI, assistant([]), HI], {}, [HI, assistant(""), HI]),
-    ([HI, {"role": "system", "output_config": {"effort": "low"}}], {}, [HI]),
-    ([user([result("c1", content="a")] * 2)], {}, [{"role": "tool", "content": "a", "tool_call_id": "c1"}] * 2),
-    ([HI, assistant([{"type": "thinking", "thinking": "Hm.", "signature": "s"}, text("a"), CALL])], {},
-        [HI, {**assistant("a"), "reasoning_content": "Hm.", "reasoning": "Hm.", "tool_calls": [CALL_AS_CHAT]}]),
-    ([HI, assistant([{"type": "redacted_thinking", "data": "x"}, text("a")])], {}, [HI, assistant("a")]),
-    ([user([result("c1", content="sunny"), result("c2", content=[text("a"), text("b")]), text("So?")])], {},
-        [{"role": "tool", "content": "sunny", "tool_call_id": "c1"},
-        {"role": "tool", "content": "a\nb", "tool_call_id": "c2"}, user("So?")]),
-    ([user([text("a"), result("c1", is_error=True), text("b"), text("c")])], {},
-        [user("a"), {"role": "tool", "content": "", "tool_call_id": "c1"}, user("b\nc")]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("messages", "fields", "expected"),
+    [
+        ([HI], {}, [HI]),
+        ([HI], {"system": "Be brief."}, [{"role": "system", "content": "Be brief."}, HI]),
+        ([HI], {"system": [text("a"), text("b")]}, [{"role": "system", "content": "a\nb"}, HI]),
+        ([HI], {"system": ""}, [HI]),
+        (
+            [HI],
+            {"system": [text("x-anthropic-billing-header: cch=1;"), text("b")]},
+            [{"role": "system", "content": "b"}, HI],
+        ),
+        ([HI], {"system": [text("x-anthropic-billing-header: cch=1;")]}, [HI]),
+        ([user([text("a"), text("b")])], {}, [user("a\nb")]),
+        (
+            [HI, {"role": "system", "content": [text("Now rhyme.")]}],
+            {},
+            [HI, {"role": "system", "content": "Now rhyme."}],
+        ),
+        ([HI, assistant([]), HI], {}, [HI, assistant(""), HI]),
+        ([HI, {"role": "system", "output_config": {"effort": "low"}}], {}, [HI]),
+        ([user([result("c1", content="a")] * 2)], {}, [{"role": "tool", "content": "a", "tool_call_id": "c1"}] * 2),
+        (
+            [HI, assistant([{"type": "thinking", "thinking": "Hm.", "signature": "s"}, text("a"), CALL])],
+            {},
+            [HI, {**assistant("a"), "reasoning_content": "Hm.", "reasoning": "Hm.", "tool_calls": [CALL_AS_CHAT]}],
+        ),
+        ([HI, assistant([{"type": "redacted_thinking", "data": "x"}, text("a")])], {}, [HI, assistant("a")]),
+        (
+            [user([result("c1", content="sunny"), result("c2", content=[text("a"), text("b")]), text("So?")])],
+            {},
+            [
+                {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+                {"role": "tool", "content": "a\nb", "tool_call_id": "c2"},
+                user("So?"),
+            ],
+        ),
+        (
+            [user([text("a"), result("c1", is_error=True), text("b"), text("c")])],
+            {},
+            [user("a"), {"role": "tool", "content": "", "tool_call_id": "c1"}, user("b\nc")],
+        ),
+    ],
+)
 def test_messages_as_chat_has_them(
     messages: list[dict[str, Any]], fields: dict[str, Any], expected: list[dict[str, Any]]
 ) -> None:
     assert rendered(*messages, **fields) == expected
 
 
-@pytest.mark.parametrize(("choice", "expected", "parallel"), [
-    (None, None, True),
-    ({"type": "auto"}, "auto", True),
-    ({"type": "auto", "disable_parallel_tool_use": True}, "auto", False),
-    ({"type": "any", "disable_parallel_tool_use": False}, "required", True),
-    ({"type": "none"}, "none", True),
-    ({"type": "tool", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("choice", "expected", "parallel"),
+    [
+        (None, None, True),
+        ({"type": "auto"}, "auto", True),
+        ({"type": "auto", "disable_parallel_tool_use": True}, "auto", False),
+        ({"type": "any", "disable_parallel_tool_use": False}, "required", True),
+        ({"type": "none"}, "none", True),
+        ({"type": "tool", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}, True),
+    ],
+)
 def test_tools_as_chat_has_them(choice: Any, expected: Any, parallel: bool) -> None:
     chat = chat_request(request_of(tools=[WEATHER | {"type": "custom"}], tool_choice=choice))
     function = {"name": "weather", "description": "Of a city.", "parameters": {"type": "object"}}
@@ -95,15 +120,20 @@ def test_tools_as_chat_has_them(choice: Any, expected: Any, parallel: bool) -> N
     assert (msgspec.to_builtins(chat.tool_choice), chat.parallel_tool_calls) == (expected, parallel)
 
 
-@pytest.mark.parametrize(("fields", "expected"), [
-    ({}, None),
-    ({"thinking": {"type": "adaptive"}}, None),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True, "thinking": True}),
-    ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
-    ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
-    ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True, "x": 1}},
-        {"enable_thinking": False, "thinking": True, "x": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"thinking": {"type": "adaptive"}}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True, "thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        (
+            {"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True, "x": 1}},
+            {"enable_thinking": False, "thinking": True, "x": 1},
+        ),
+    ],
+)
 def test_thinking_sets_variables_of_the_template(fields: dict[str, Any], expected: Any) -> None:
     assert chat_prompt(request_of(**fields)).chat_template_kwargs == expected
 
@@ -136,36 +166,50 @@ def test_the_other_fields_have_the_names_of_chat() -> None:
     assert msgspec.json.decode(chat.response_format.json_schema.schema) == schema
 
 
-@pytest.mark.parametrize(("fields", "param", "message"), [
-    ({"messages": [user([])]}, "messages[0].content", "needs content"),
-    ({"messages": [HI, user([text("a"), {"type": "image"}])]}, "messages[1].content[1].type", "'image'"),
-    ({"messages": [user([{"type": "document"}])]}, "messages[0].content[0].type", "'document'"),
-    ({"messages": [user([PDF])]}, "messages[0].content[0].type", "'document'"),
-    ({"messages": [user([{"type": "video", "source": {"type": "url"}}])]}, "messages[0].content[0].type", "'video'"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
-    ({"messages": [user([result("c", content={"type": "x"})])]}, "messages[0].content[0].content", "list of blocks"),
-    ({"messages": [user([CALL])]}, "messages[0].content[0].type", "'tool_use'"),
-    ({"messages": [assistant([result("c")]), HI]}, "messages[0].content[0].type", "'tool_result'"),
-    ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text", "needs 'text'"),
-    ({"messages": [user([{"type": "tool_result"}])]}, "messages[0].content[0].tool_use_id", "needs 'tool_use_id'"),
-    ({"messages": [user([result("c", content=[{"type": "image"}])])]}, "messages[0].content[0].content[0].type",
-        "'image'"),
-    ({"messages": [assistant([CALL | {"input": None}]), HI]}, "messages[0].content[0].input", "needs 'input'"),
-    ({"messages": [assistant([CALL | {"id": None}]), HI]}, "messages[0].content[0].id", "needs 'id'"),
-    ({"messages": [assistant([{"type": "thinking"}]), HI]}, "messages[0].content[0].thinking", "needs 'thinking'"),
-    ({"system": [{"type": "image"}]}, "system[0].type", "'image'"),
-    ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice", "'web_search'"),
-    ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice", "does not run the tool 'web_search'"),
-    ({"tools": [{"input_schema": {}}]}, "tools[0].name", "Missing"),
-    ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "Missing"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice", "no 'tools'"),
-    ({"tools": [], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "no 'tools'"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name", "needs 'name'"),
-    ({"compaction": {"type": "summarize"}}, "compaction", "not supported"),
-    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread", "No threads are kept"),
-    ({"messages": [HI, assistant("{")], "output_format": ANY_JSON}, "output_config.format", "continues"),
-    ({"cache_salt": "x" * 257}, "cache_salt", "at most 256"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": [user([])]}, "messages[0].content", "needs content"),
+        ({"messages": [HI, user([text("a"), {"type": "image"}])]}, "messages[1].content[1].type", "'image'"),
+        ({"messages": [user([{"type": "document"}])]}, "messages[0].content[0].type", "'document'"),
+        ({"messages": [user([PDF])]}, "messages[0].content[0].type", "'document'"),
+        (
+            {"messages": [user([{"type": "video", "source": {"type": "url"}}])]},
+            "messages[0].content[0].type",
+            "'video'",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
+        (
+            {"messages": [user([result("c", content={"type": "x"})])]},
+            "messages[0].content[0].content",
+            "list of blocks",
+        ),
+        ({"messages": [user([CALL])]}, "messages[0].content[0].type", "'tool_use'"),
+        ({"messages": [assistant([result("c")]), HI]}, "messages[0].content[0].type", "'tool_result'"),
+        ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text", "needs 'text'"),
+        ({"messages": [user([{"type": "tool_result"}])]}, "messages[0].content[0].tool_use_id", "needs 'tool_use_id'"),
+        (
+            {"messages": [user([result("c", content=[{"type": "image"}])])]},
+            "messages[0].content[0].content[0].type",
+            "'image'",
+        ),
+        ({"messages": [assistant([CALL | {"input": None}]), HI]}, "messages[0].content[0].input", "needs 'input'"),
+        ({"messages": [assistant([CALL | {"id": None}]), HI]}, "messages[0].content[0].id", "needs 'id'"),
+        ({"messages": [assistant([{"type": "thinking"}]), HI]}, "messages[0].content[0].thinking", "needs 'thinking'"),
+        ({"system": [{"type": "image"}]}, "system[0].type", "'image'"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice", "'web_search'"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice", "does not run the tool 'web_search'"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name", "Missing"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "Missing"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "no 'tools'"),
+        ({"tools": [], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "no 'tools'"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name", "needs 'name'"),
+        ({"compaction": {"type": "summarize"}}, "compaction", "not supported"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread", "No threads are kept"),
+        ({"messages": [HI, assistant("{")], "output_format": ANY_JSON}, "output_config.format", "continues"),
+        ({"cache_salt": "x" * 257}, "cache_salt", "at most 256"),
+    ],
+)
 def test_what_is_not_served_is_named(fields: dict[str, Any], param: str, message: str) -> None:
     request = request_of(**fields)
     with pytest.raises(RequestError) as raised:
@@ -215,15 +259,20 @@ def test_foreign_blocks_are_skipped_and_named(block: dict[str, Any]) -> None:
     assert ignored == ([] if block["type"] == "compaction" else [f"content.{block['type']}"])
 
 
-@pytest.mark.parametrize(("block", "expected"), [
-    ({"type": "text", "text": ""}, ""),
-    ({"type": "compaction", "content": "So far: a and b."}, "So far: a and b."),
-    ({"type": "tool_reference", "tool_name": "mcp__x__f"}, "The tool mcp__x__f is available."),
-    ({"type": "search_result", "title": "T", "source": "https://x", "content": [text("a"), text("b")]},
-        "T\nhttps://x\na\nb"),
-    ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}, "D"),
-    ({"type": "document", "title": "T", "source": {"type": "content", "content": "D"}}, "T\nD"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"type": "text", "text": ""}, ""),
+        ({"type": "compaction", "content": "So far: a and b."}, "So far: a and b."),
+        ({"type": "tool_reference", "tool_name": "mcp__x__f"}, "The tool mcp__x__f is available."),
+        (
+            {"type": "search_result", "title": "T", "source": "https://x", "content": [text("a"), text("b")]},
+            "T\nhttps://x\na\nb",
+        ),
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}, "D"),
+        ({"type": "document", "title": "T", "source": {"type": "content", "content": "D"}}, "T\nD"),
+    ],
+)
 def test_a_block_that_carries_text_is_text(block: dict[str, Any], expected: str) -> None:
     assert rendered(user([text("a"), block])) == [user(f"a\n{expected}" if expected else "a")]
     (shown,) = rendered(user([result("c", content=[block])]))
@@ -254,13 +303,16 @@ def test_tools_that_the_client_cannot_run_are_not_shown_and_named(tool: dict[str
         chat_request(request_of(tools=[tool], tool_choice={"type": "any"}))
 
 
-@pytest.mark.parametrize(("kind", "name", "properties"), [
-    ("bash_20250124", "bash", {"command", "restart"}),
-    ("bash_20241022", "bash", {"command", "restart"}),
-    ("text_editor_20250728", "str_replace_based_edit_tool", {*EDITING, "insert_text"}),
-    ("text_editor_20250124", "str_replace_editor", EDITING),
-    ("memory_20250818", "memory", {*EDITING, "insert_text", "old_path", "new_path"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "name", "properties"),
+    [
+        ("bash_20250124", "bash", {"command", "restart"}),
+        ("bash_20241022", "bash", {"command", "restart"}),
+        ("text_editor_20250728", "str_replace_based_edit_tool", {*EDITING, "insert_text"}),
+        ("text_editor_20250124", "str_replace_editor", EDITING),
+        ("memory_20250818", "memory", {*EDITING, "insert_text", "old_path", "new_path"}),
+    ],
+)
 def test_anthropics_tools_that_the_client_runs_have_their_schema(kind: str, name: str, properties: set[str]) -> None:
     chat = chat_request(request_of(tools=[{"type": kind, "name": name}], tool_choice={"type": "tool", "name": name}))
     (tool,) = chat.tools or ()
@@ -316,12 +368,17 @@ def test_counting_needs_no_limit() -> None:
 BLOCKS = [{"type": "text", "text": ""}]
 
 
-@pytest.mark.parametrize("fields", [
-    {"messages": [HI] * (MAX_MESSAGES + 1)}, {"messages": [user(BLOCKS * (MAX_MESSAGE_PARTS + 1))]},
-    {"messages": [assistant([CALL] * (MAX_MESSAGE_PARTS // 2)), user(BLOCKS * (MAX_MESSAGE_PARTS // 2 + 1))]},
-    {"messages": [user([result("c1", content=BLOCKS * MAX_MESSAGE_PARTS)])]},
-    {"messages": [HI], "system": BLOCKS * (MAX_MESSAGE_PARTS + 1)},
-], ids=["messages", "blocks", "blocks of two messages", "blocks of a result", "system prompt"])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [HI] * (MAX_MESSAGES + 1)},
+        {"messages": [user(BLOCKS * (MAX_MESSAGE_PARTS + 1))]},
+        {"messages": [assistant([CALL] * (MAX_MESSAGE_PARTS // 2)), user(BLOCKS * (MAX_MESSAGE_PARTS // 2 + 1))]},
+        {"messages": [user([result("c1", content=BLOCKS * MAX_MESSAGE_PARTS)])]},
+        {"messages": [HI], "system": BLOCKS * (MAX_MESSAGE_PARTS + 1)},
+    ],
+    ids=["messages", "blocks", "blocks of two messages", "blocks of a result", "system prompt"],
+)
 def test_too_many_parts_are_refused_before_they_are_converted(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="the limit is") as raised:
         chat_prompt(request_of(**fields))

@@ -278,23 +278,26 @@ async def test_a_later_system_message_stays_if_it_is_shown(tokenizer: Tokenizer,
     assert tokenizer.decode(backend.requests[0].token_ids) == "<s><user>hi<system>Now rhyme.<assistant>"
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("container", {"id": "c", "skills": []}),
-    ("mcp_servers", [{"type": "url", "url": "https://x", "name": "x"}]),
-    ("speed", "fast"),
-    ("service_tier", "auto"),
-    ("metadata", {"user_id": "u"}),
-    ("inference_geo", "eu"),
-    ("diagnostics", {"previous_message_id": None}),
-    ("fallbacks", "default"),
-    ("fallback_credit_token", "t"),
-    ("billing_policy", {"type": "billing_policy", "bill_to": "self"}),
-    ("cache_control", {"type": "ephemeral", "ttl": "1h"}),
-    ("thinking.budget_tokens", 1024),
-    ("thinking.display", "omitted"),
-    ("output_config.task_budget", {"type": "tokens", "total": 9}),
-    ("brand_new", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("container", {"id": "c", "skills": []}),
+        ("mcp_servers", [{"type": "url", "url": "https://x", "name": "x"}]),
+        ("speed", "fast"),
+        ("service_tier", "auto"),
+        ("metadata", {"user_id": "u"}),
+        ("inference_geo", "eu"),
+        ("diagnostics", {"previous_message_id": None}),
+        ("fallbacks", "default"),
+        ("fallback_credit_token", "t"),
+        ("billing_policy", {"type": "billing_policy", "bill_to": "self"}),
+        ("cache_control", {"type": "ephemeral", "ttl": "1h"}),
+        ("thinking.budget_tokens", 1024),
+        ("thinking.display", "omitted"),
+        ("output_config.task_budget", {"type": "tokens", "total": 9}),
+        ("brand_new", 1),
+    ],
+)
 async def test_a_hint_is_named_and_ignored(backend: FakeBackend, client: Client, field: str, value: Any) -> None:
     parent, _, name = field.rpartition(".")
     given = {parent: {"type": "enabled", name: value}} if parent == "thinking" else {parent: {name: value}}
@@ -368,10 +371,13 @@ async def test_stop_reasons(
         assert message["content"] == [{"type": "text", "text": text}]
 
 
-@pytest.mark.parametrize(("arguments", "max_tokens", "expected"), [
-    ('{"city": "Rome", "days": 123456789012345678901234567890}', 200, None),
-    ('{"city": "Rome", "country": "Italy"}', 70, {"city": "Rome"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "max_tokens", "expected"),
+    [
+        ('{"city": "Rome", "days": 123456789012345678901234567890}', 200, None),
+        ('{"city": "Rome", "country": "Italy"}', 70, {"city": "Rome"}),
+    ],
+)
 async def test_input_of_large_integers_and_of_a_call_cut_short(
     tokenizer: Tokenizer, arguments: str, max_tokens: int, expected: Any
 ) -> None:
@@ -409,12 +415,15 @@ async def test_fields_reach_the_backend(backend: FakeBackend) -> None:
     assert request.service_class.priority == 2
 
 
-@pytest.mark.parametrize("fields", [
-    {},
-    {"tools": [WEATHER], "system": "Be brief."},
-    {"tool_choice": {"type": "none"}},
-    {"messages": [USER, {"role": "assistant", "content": "The answer is"}]},  # it is continued
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": [WEATHER], "system": "Be brief."},
+        {"tool_choice": {"type": "none"}},
+        {"messages": [USER, {"role": "assistant", "content": "The answer is"}]},  # it is continued
+    ],
+)
 async def test_counted_tokens_are_the_prompts(backend: FakeBackend, client: Client, fields: dict[str, Any]) -> None:
     counted = await client.post(COUNT, json={"model": "org/toy", "messages": [USER], **fields})
     await client.post(MESSAGES, json=body(**fields))
@@ -424,33 +433,36 @@ async def test_counted_tokens_are_the_prompts(backend: FakeBackend, client: Clie
 # -- errors
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": "9"}, "max_tokens"),
-    ({"messages": []}, "messages"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
-    ({"system": 3}, "system"),
-    ({"temperature": 1.1}, "temperature"),
-    ({"top_k": -1}, "top_k"),
-    ({"top_p": 2}, "top_p"),
-    ({"stop_sequences": "x"}, "stop_sequences"),
-    ({"stop_sequences": [""]}, "stop_sequences[0]"),
-    ({"thinking": {"type": 1}}, "thinking.type"),
-    ({"tools": [WEATHER, WEATHER]}, "tools"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
-    ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice"),
-    ({"tools": [WEATHER, {"name": "a b", "input_schema": {}}]}, "tools[1].name"),
-    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
-    ({"context_management": {"edits": [{}]}}, "context_management.edits[0].type"),
-    ({"messages": [USER, {"role": "assistant", "content": [USED]}]}, "messages"),
-    ({"stop_sequences": ["a"] * 1025}, "stop_sequences"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "output_config.format.schema"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
+        ({"system": 3}, "system"),
+        ({"temperature": 1.1}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 2}, "top_p"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"thinking": {"type": 1}}, "thinking.type"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [WEATHER, {"name": "a b", "input_schema": {}}]}, "tools[1].name"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+        ({"context_management": {"edits": [{}]}}, "context_management.edits[0].type"),
+        ({"messages": [USER, {"role": "assistant", "content": [USED]}]}, "messages"),
+        ({"stop_sequences": ["a"] * 1025}, "stop_sequences"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "output_config.format.schema"),
+    ],
+)
 async def test_a_bad_field_is_named(backend: FakeBackend, client: Client, fields: dict[str, Any], param: str) -> None:
     response = await client.post(MESSAGES, json=body(**fields))
     told = response.json()
@@ -484,11 +496,14 @@ async def test_the_type_of_an_error_follows_from_its_status(tokenizer: Tokenizer
     ]
 
 
-@pytest.mark.parametrize(("exc", "status", "kind"), [
-    (NoWorker("no worker is ready"), 503, "overloaded_error"),
-    (WorkerError("it died"), 502, "api_error"),
-    (ValueError("secret"), 500, "api_error"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("exc", "status", "kind"),
+    [
+        (NoWorker("no worker is ready"), 503, "overloaded_error"),
+        (WorkerError("it died"), 502, "api_error"),
+        (ValueError("secret"), 500, "api_error"),
+    ],
+)
 async def test_failures_are_told(backend: FakeBackend, client: Client, exc: Exception, status: int, kind: str) -> None:
     backend.script = lambda request: [exc]
     response = await client.post(MESSAGES, json=body())

@@ -51,13 +51,16 @@ async def test_the_pool_check_says_what_each_worker_holds(
     assert (response.status_code, response.json()) == (200, {"idle": idle, "workers": held})
 
 
-@pytest.mark.parametrize(("body", "status", "part"), [
-    ({"worker": "p", "role": "decode"}, 200, '"to":"decode"'),
-    ({"worker": "nobody", "role": "decode"}, 404, "worker_not_found"),
-    ({"worker": "p", "role": "both"}, 400, 'Send {\\"worker\\": NAME'),
-    ({"role": "decode"}, 400, "worker"),
-    ([], 400, "expected an object, got []"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "status", "part"),
+    [
+        ({"worker": "p", "role": "decode"}, 200, '"to":"decode"'),
+        ({"worker": "nobody", "role": "decode"}, 404, "worker_not_found"),
+        ({"worker": "p", "role": "both"}, 400, 'Send {\\"worker\\": NAME'),
+        ({"role": "decode"}, 400, "worker"),
+        ([], 400, "expected an object, got []"),
+    ],
+)
 async def test_a_worker_is_given_another_role(client: Client, body: Any, status: int, part: str) -> None:
     response = await client.post("/v1/pools/roles", json=body)
     assert response.status_code == status
@@ -81,20 +84,23 @@ async def test_tokenize_agrees_with_usage_and_detokenize_round_trips(client: Cli
     assert (await client.post("/tokenize", json={"model": "nope", "prompt": "a"})).status_code == 404
 
 
-@pytest.mark.parametrize(("body", "status"), [
-    (b"{", 400),
-    (b"", 400),
-    (b"[]", 400),
-    (b'"text"', 400),
-    (b'{"prompt": "a", "temperature": NaN}', 400),
-    (b'{"prompt": "a", "temperature": 1e999}', 400),
-    (b'{"prompt": "\xff"}', 400),
-    (b'{"prompt": "\\ud800"}', 400),
-    (b'{"prompt": "\xed\xa0\x80"}', 400),
-    (b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
-    (b'{"prompt": "a", "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
-    (b'{"prompt": "a", "model": "nope"}', 404),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"", 400),
+        (b"[]", 400),
+        (b'"text"', 400),
+        (b'{"prompt": "a", "temperature": NaN}', 400),
+        (b'{"prompt": "a", "temperature": 1e999}', 400),
+        (b'{"prompt": "\xff"}', 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b'{"prompt": "\xed\xa0\x80"}', 400),
+        (b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
+        (b'{"prompt": "a", "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
+        (b'{"prompt": "a", "model": "nope"}', 404),
+    ],
+)
 async def test_bad_bodies_are_the_clients_fault(client: Client, body: bytes, status: int) -> None:
     response = await client.post(COMPLETIONS, content=body, headers=JSON)
     assert (await client.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
@@ -136,14 +142,17 @@ async def test_a_large_body_is_refused_before_it_is_read(tokenizer: Tokenizer, c
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("error", "status", "code"), [
-    (NoWorker("No worker is ready."), 503, "no_worker"),
-    (WorkerError("Worker w1 died."), 502, "worker_failed"),
-    (TransferTimeout("Late."), 502, "kv_transfer_timeout"),
-    (WorkerTimeout("No token."), 504, "worker_timeout"),
-    (Overloaded("Busy.", retry_after_s=2.1), 429, "overloaded"),
-    (ValueError("secret internals"), 500, "internal_error"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (NoWorker("No worker is ready."), 503, "no_worker"),
+        (WorkerError("Worker w1 died."), 502, "worker_failed"),
+        (TransferTimeout("Late."), 502, "kv_transfer_timeout"),
+        (WorkerTimeout("No token."), 504, "worker_timeout"),
+        (Overloaded("Busy.", retry_after_s=2.1), 429, "overloaded"),
+        (ValueError("secret internals"), 500, "internal_error"),
+    ],
+)
 async def test_errors_before_the_first_token_are_plain_responses(
     backend: FakeBackend,
     client: Client,

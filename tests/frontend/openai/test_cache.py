@@ -49,11 +49,14 @@ async def test_a_pin_has_its_expiry_and_its_places(tokenizer: Tokenizer, backend
     assert (again.status_code, again.json()["error"]["code"]) == (404, "pin_not_found")
 
 
-@pytest.mark.parametrize(("messages", "more", "opens_answer"), [
-    ([SYSTEM, USER], {}, True),
-    ([SYSTEM], {}, False),  # the next message is the client's
-    ([SYSTEM], {"add_generation_prompt": True}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("messages", "more", "opens_answer"),
+    [
+        ([SYSTEM, USER], {}, True),
+        ([SYSTEM], {}, False),  # the next message is the client's
+        ([SYSTEM], {"add_generation_prompt": True}, True),
+    ],
+)
 async def test_messages_are_pinned_as_a_chat_request_renders_them(
     backend: FakeBackend, client: Client, messages: list[dict[str, str]], more: dict[str, Any], opens_answer: bool
 ) -> None:

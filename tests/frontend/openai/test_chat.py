@@ -127,11 +127,14 @@ async def test_siblings_are_forks_of_the_first_and_share_the_prompt_count(backen
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("reply", "run", "fields", "text", "stop", "num_steps"), [
-    ("abcdefghijklmnop", 1, {"stop": ["zz", "def"]}, "abc", "def", 6),
-    ("abcde", 1, {"stop": "defg"}, "abcde", None, 6),  # what is held back comes at the end
-    ("abcabc", 4, {"stop": "b", "min_tokens": 3}, "abca", "b", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reply", "run", "fields", "text", "stop", "num_steps"),
+    [
+        ("abcdefghijklmnop", 1, {"stop": ["zz", "def"]}, "abc", "def", 6),
+        ("abcde", 1, {"stop": "defg"}, "abcde", None, 6),  # what is held back comes at the end
+        ("abcabc", 4, {"stop": "b", "min_tokens": 3}, "abca", "b", 2),
+    ],
+)
 async def test_stop_string_ends_the_answer_and_the_generation(
     tokenizer: Tokenizer, stream: bool, reply: str, run: int, fields: Any, text: str, stop: str | None, num_steps: int
 ) -> None:

@@ -41,14 +41,17 @@ async def test_max_tokens_defaults_to_16_or_what_is_left(backend: FakeBackend, c
     assert [request.sampling.max_tokens for request in backend.requests] == [16, 7, 16]
 
 
-@pytest.mark.parametrize(("prompt", "expected"), [
-    ("hi", ["<s>hi"]),
-    (["hi", "ho"], ["<s>hi", "<s>ho"]),
-    ([70], ["e"]),
-    ([70, 71], ["ef"]),
-    ([[70], [71, 72]], ["e", "fg"]),
-    ("", ["<s>"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hi", ["<s>hi"]),
+        (["hi", "ho"], ["<s>hi", "<s>ho"]),
+        ([70], ["e"]),
+        ([70, 71], ["ef"]),
+        ([[70], [71, 72]], ["e", "fg"]),
+        ("", ["<s>"]),
+    ],
+)
 async def test_every_form_of_prompt(
     tokenizer: Tokenizer, backend: FakeBackend, client: Client, prompt: Any, expected: list[str]
 ) -> None:

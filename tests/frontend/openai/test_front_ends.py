@@ -141,13 +141,16 @@ async def test_open_webui_continues_the_last_message(trimming: Tokenizer, fields
     assert (tokens, answer["choices"][0]["message"]["content"]) == (backend.requests[0].token_ids, "world")
 
 
-@pytest.mark.parametrize(("last", "reply", "content", "reasoning"), [
-    (talk("<think>so"), " is it</think>Yes", "Yes", "is it"),
-    (talk("<think>so</think>Ye"), "s", "s", None),
-    (talk("", reasoning_content="so"), " is it</think>Yes", "Yes", "is it"),
-    (talk(None, reasoning="so"), " is it</think>Yes", "Yes", "is it"),
-    (talk("Ye"), " s", " s", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("last", "reply", "content", "reasoning"),
+    [
+        (talk("<think>so"), " is it</think>Yes", "Yes", "is it"),
+        (talk("<think>so</think>Ye"), "s", "s", None),
+        (talk("", reasoning_content="so"), " is it</think>Yes", "Yes", "is it"),
+        (talk(None, reasoning="so"), " is it</think>Yes", "Yes", "is it"),
+        (talk("Ye"), " s", " s", None),
+    ],
+)
 async def test_a_message_is_continued_within_its_reasoning(
     trimming: Tokenizer, last: dict[str, Any], reply: str, content: str, reasoning: str | None
 ) -> None:
@@ -246,14 +249,17 @@ async def test_openai_messages_of_functions_are_those_of_tools(backend: FakeBack
     assert backend.requests[0].token_ids == backend.requests[1].token_ids
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"functions": [FUNCTION], "tools": [{"type": "function", "function": FUNCTION}]}, "functions"),
-    ({"functions": [FUNCTION], "function_call": {"name": "other"}}, "function_call"),
-    ({"function_call": {"name": "other"}}, "function_call"),
-    ({"functions": [FUNCTION], "function_call": "maybe"}, "function_call"),
-    ({"functions": [FUNCTION, {"name": "a b"}]}, "functions[1].name"),
-    ({"functions": [FUNCTION, FUNCTION]}, "functions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"functions": [FUNCTION], "tools": [{"type": "function", "function": FUNCTION}]}, "functions"),
+        ({"functions": [FUNCTION], "function_call": {"name": "other"}}, "function_call"),
+        ({"function_call": {"name": "other"}}, "function_call"),
+        ({"functions": [FUNCTION], "function_call": "maybe"}, "function_call"),
+        ({"functions": [FUNCTION, {"name": "a b"}]}, "functions[1].name"),
+        ({"functions": [FUNCTION, FUNCTION]}, "functions"),
+    ],
+)
 async def test_a_wrong_function_is_named(client: Client, fields: dict[str, Any], param: str) -> None:
     response = await client.post(CHAT, json=BODIES[CHAT] | fields)
     error = response.json()["error"]

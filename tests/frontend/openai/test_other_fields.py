@@ -84,21 +84,24 @@ def check(fields: dict[str, Any], request_type: type[msgspec.Struct] = ChatReque
     return ignored
 
 
-@pytest.mark.parametrize(("written", "meant"), [
-    ("temprature", "temperature"),
-    ("tempreature", "temperature"),
-    ("max_token", "max_tokens"),
-    ("maxTokens", "max_tokens"),
-    ("max-tokens", "max_tokens"),
-    ("stream_option", "stream_options"),
-    ("topp", "top_p"),
-    ("Stop", "stop"),
-    ("sed", "seed"),
-    ("message", "messages"),
-    ("frequence_penalty", "frequency_penalty"),
-    ("response_fromat", "response_format"),
-    ("sufix", "suffix"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("tempreature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("maxTokens", "max_tokens"),
+        ("max-tokens", "max_tokens"),
+        ("stream_option", "stream_options"),
+        ("topp", "top_p"),
+        ("Stop", "stop"),
+        ("sed", "seed"),
+        ("message", "messages"),
+        ("frequence_penalty", "frequency_penalty"),
+        ("response_fromat", "response_format"),
+        ("sufix", "suffix"),
+    ],
+)
 async def test_a_misspelt_field_is_named_in_a_header(client: Client, written: str, meant: str) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     body = {"model": "org/toy", "messages": messages, "max_tokens": 1, written: 1}
@@ -107,13 +110,16 @@ async def test_a_misspelt_field_is_named_in_a_header(client: Client, written: st
     assert response.headers["x-tandem-ignored"] == f"{written} (did you mean {meant}?)"
 
 
-@pytest.mark.parametrize(("request_type", "field", "written", "meant"), [
-    (ChatRequest, "stream_options", "include_usge", "stream_options.include_usage"),
-    (ChatRequest, "response_format", "json_shema", "response_format.json_schema"),
-    (CompletionRequest, "structured_outputs", "regexp", "structured_outputs.regex"),
-    (MessagesRequest, "thinking", "budget_token", "thinking.budget_tokens"),
-    (ResponsesRequest, "text", "formatt", "text.format"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("request_type", "field", "written", "meant"),
+    [
+        (ChatRequest, "stream_options", "include_usge", "stream_options.include_usage"),
+        (ChatRequest, "response_format", "json_shema", "response_format.json_schema"),
+        (CompletionRequest, "structured_outputs", "regexp", "structured_outputs.regex"),
+        (MessagesRequest, "thinking", "budget_token", "thinking.budget_tokens"),
+        (ResponsesRequest, "text", "formatt", "text.format"),
+    ],
+)
 def test_a_misspelt_subfield_is_named(request_type: type[msgspec.Struct], field: str, written: str, meant: str) -> None:
     assert check({field: {written: 1}}, request_type) == [f"{field}.{written} (did you mean {meant}?)"]
 

@@ -28,12 +28,15 @@ def predicted(content: Any) -> dict[str, Any]:
     return {"type": "content", "content": content}
 
 
-@pytest.mark.parametrize(("content", "text"), [
-    ("hello world", "hello world"),
-    ([{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}], "hello \nworld"),
-    ("", ""),
-    ([], ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("hello world", "hello world"),
+        ([{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}], "hello \nworld"),
+        ("", ""),
+        ([], ""),
+    ],
+)
 async def test_its_tokens_go_to_the_workers(tokenizer: Tokenizer, content: Any, text: str) -> None:
     backend = FakeBackend(tokenizer)
     await answer(backend, prediction=predicted(content), n=2)
@@ -41,11 +44,18 @@ async def test_its_tokens_go_to_the_workers(tokenizer: Tokenizer, content: Any, 
     assert [request.sampling.prediction for request in backend.requests] == [expected, expected]
 
 
-@pytest.mark.parametrize("fields", [
-    {"n": 3}, {"tools": [TOOL]}, {"logprobs": True, "top_logprobs": 2},
-    {"presence_penalty": 1.0, "frequency_penalty": 1.0}, {"max_completion_tokens": 3},
-    {"response_format": {"type": "json_object"}}, {"stream": False, "stop": ["x"], "seed": 1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 3},
+        {"tools": [TOOL]},
+        {"logprobs": True, "top_logprobs": 2},
+        {"presence_penalty": 1.0, "frequency_penalty": 1.0},
+        {"max_completion_tokens": 3},
+        {"response_format": {"type": "json_object"}},
+        {"stream": False, "stop": ["x"], "seed": 1},
+    ],
+)
 async def test_it_goes_with_every_other_field(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     backend = FakeBackend(tokenizer, '{"a": 1}')
     await answer(backend, prediction=predicted('{"a": 1}'), **fields)
@@ -68,11 +78,16 @@ async def test_a_value_of_another_type_is_named(tokenizer: Tokenizer, value: Any
     assert response.json()["error"]["param"].startswith("prediction")
 
 
-@pytest.mark.parametrize("value", [
-    {}, {"type": "content"}, predicted([{"type": "text"}]),
-    predicted([{"type": "text", "text": "hello"}, {"type": "image_url", "image_url": {"url": "data:,"}}]),
-    {"type": "guess", "content": "hello"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"type": "content"},
+        predicted([{"type": "text"}]),
+        predicted([{"type": "text", "text": "hello"}, {"type": "image_url", "image_url": {"url": "data:,"}}]),
+        {"type": "guess", "content": "hello"},
+    ],
+)
 async def test_one_that_cannot_be_used_is_named_and_goes_to_no_worker(tokenizer: Tokenizer, value: Any) -> None:
     backend = FakeBackend(tokenizer)
     async with closing(backend) as client:

@@ -32,22 +32,28 @@ LONG_STOPS = {"prompt": "a", "stop": ["é" * 4096] * 5}
 STOPPED = {"prompt": ["a"] * 66, "stop_token_ids": [1] * 1000}
 
 
-@pytest.mark.parametrize(("path", "body", "value", "limit", "param"), [
-    (COMPLETIONS, {"prompt": ["a"] * 17, "n": 128}, 2176, limits.MAX_SEQUENCES, "n"),
-    (COMPLETIONS, {"prompt": ["a"] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
-    (COMPLETIONS, {"prompt": [[1]] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
-    (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 1025}, 1025, limits.MAX_STOPS, "stop"),
-    (COMPLETIONS, {"prompt": "a", "stop": "a" * 4097}, 4097, limits.MAX_STOP_CHARS, "stop"),
-    (COMPLETIONS, LONG_STOPS, 20480, limits.MAX_STOPS_CHARS, "stop"),
-    (COMPLETIONS, BIASED, 33 * 2048, limits.MAX_TOKEN_RULES, "logit_bias"),
-    (COMPLETIONS, STOPPED, 66_000, limits.MAX_TOKEN_RULES, "stop_token_ids"),
-    (COMPLETIONS, OF_EACH | {"logprobs": 2}, 6144, limits.MAX_STEP_LOGPROBS, "logprobs"),
-    (COMPLETIONS, MANY_SCORES, (32 * 400) * 8 * 11, limits.MAX_SCORED_LOGPROBS, "logprobs"),
-    (CHAT, MANY_PARTS, 80_000, limits.MAX_MESSAGE_PARTS, "messages"),
-    (CHAT, MANY_CALLS, 65537, limits.MAX_MESSAGE_PARTS, "messages"),
-    (CHAT, MANY_OPTIONS, 65, limits.MAX_TEMPLATE_OPTIONS, "chat_template_kwargs"),
-    *((path, MANY_MESSAGES, 16385, limits.MAX_MESSAGES, "messages") for path in (CHAT, "/tokenize", "/v1/cache/pin")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body", "value", "limit", "param"),
+    [
+        (COMPLETIONS, {"prompt": ["a"] * 17, "n": 128}, 2176, limits.MAX_SEQUENCES, "n"),
+        (COMPLETIONS, {"prompt": ["a"] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
+        (COMPLETIONS, {"prompt": [[1]] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 1025}, 1025, limits.MAX_STOPS, "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop": "a" * 4097}, 4097, limits.MAX_STOP_CHARS, "stop"),
+        (COMPLETIONS, LONG_STOPS, 20480, limits.MAX_STOPS_CHARS, "stop"),
+        (COMPLETIONS, BIASED, 33 * 2048, limits.MAX_TOKEN_RULES, "logit_bias"),
+        (COMPLETIONS, STOPPED, 66_000, limits.MAX_TOKEN_RULES, "stop_token_ids"),
+        (COMPLETIONS, OF_EACH | {"logprobs": 2}, 6144, limits.MAX_STEP_LOGPROBS, "logprobs"),
+        (COMPLETIONS, MANY_SCORES, (32 * 400) * 8 * 11, limits.MAX_SCORED_LOGPROBS, "logprobs"),
+        (CHAT, MANY_PARTS, 80_000, limits.MAX_MESSAGE_PARTS, "messages"),
+        (CHAT, MANY_CALLS, 65537, limits.MAX_MESSAGE_PARTS, "messages"),
+        (CHAT, MANY_OPTIONS, 65, limits.MAX_TEMPLATE_OPTIONS, "chat_template_kwargs"),
+        *(
+            (path, MANY_MESSAGES, 16385, limits.MAX_MESSAGES, "messages")
+            for path in (CHAT, "/tokenize", "/v1/cache/pin")
+        ),
+    ],
+)
 async def test_too_much_is_refused_with_value_limit_and_field(
     client: Client, path: str, body: dict[str, Any], value: int, limit: int, param: str
 ) -> None:
@@ -58,11 +64,16 @@ async def test_too_much_is_refused_with_value_limit_and_field(
     assert f"limit is {limit}." in error["message"]
 
 
-@pytest.mark.parametrize("fields", [
-    {"prompt": ["a"] * 16, "n": 128, "logprobs": 1}, {"stop": [f"{i:04d}" + "x" * 12 for i in range(1024)]},
-    {"stop": ["x" * 4096, "y" * 4096]}, {"logit_bias": {str(i): 1 for i in range(256)}, "n": 128},
-    {"stop_token_ids": [1] * 1024, "prompt": ["a"] * 64},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ["a"] * 16, "n": 128, "logprobs": 1},
+        {"stop": [f"{i:04d}" + "x" * 12 for i in range(1024)]},
+        {"stop": ["x" * 4096, "y" * 4096]},
+        {"logit_bias": {str(i): 1 for i in range(256)}, "n": 128},
+        {"stop_token_ids": [1] * 1024, "prompt": ["a"] * 64},
+    ],
+)
 async def test_a_request_at_the_limit_is_served(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     async with closing(FakeBackend(tokenizer, "hi")) as client:
         response = await client.post(COMPLETIONS, json={"prompt": "a", **fields})
@@ -90,20 +101,23 @@ async def test_log_probabilities_are_bounded_unless_streamed(client: Client, mon
     assert plain.json()["error"]["param"] == "max_tokens"
 
 
-@pytest.mark.parametrize(("path", "body", "param"), [
-    (COMPLETIONS, {"prompt": "x" * 100_000}, "prompt"),
-    (COMPLETIONS, {"prompt": ["a", "x" * 100_000]}, "prompt"),
-    (COMPLETIONS, {"prompt": [1] * 513}, "prompt"),
-    (COMPLETIONS, {"prompt": [[1], [1] * 513]}, "prompt"),
-    (CHAT, {"messages": [USER, {"role": "user", "content": "x" * 100_000}]}, "messages"),
-    ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
-    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
-    ("/detokenize", {"tokens": [1] * 513}, "tokens"),
-    ("/v1/cache/pin", {"prompt": "x" * 100_000}, "prompt"),
-    ("/v1/cache/pin", {"prompt": [1] * 513}, "prompt"),
-    ("/v1/cache/pin", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
-    ("/v1/route/explain", {"prompt": "x" * 100_000}, "prompt"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "x" * 100_000}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", "x" * 100_000]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1] * 513}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], [1] * 513]}, "prompt"),
+        (CHAT, {"messages": [USER, {"role": "user", "content": "x" * 100_000}]}, "messages"),
+        ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+        ("/detokenize", {"tokens": [1] * 513}, "tokens"),
+        ("/v1/cache/pin", {"prompt": "x" * 100_000}, "prompt"),
+        ("/v1/cache/pin", {"prompt": [1] * 513}, "prompt"),
+        ("/v1/cache/pin", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+        ("/v1/route/explain", {"prompt": "x" * 100_000}, "prompt"),
+    ],
+)
 async def test_a_prompt_that_cannot_fit_is_refused_unencoded(
     tokenizer: Tokenizer, client: Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
 ) -> None:

@@ -61,15 +61,24 @@ async def test_a_request_is_in_its_clients_trace(tokenizer: Tokenizer, is_stream
     assert not any("secret" in str(span.to_json()) for span in kept.all), "prompts are no part of a trace"
 
 
-@pytest.mark.parametrize("headers", [
-    [("traceparent", "")], [("traceparent", "x")], [("traceparent", TRACEPARENT.upper())],
-    [("traceparent", TRACEPARENT + "-01")], [("traceparent", "ff" + TRACEPARENT[2:])],
-    [("traceparent", f"00-{'0' * 32}-{CLIENT_SPAN}-01")], [("traceparent", f"00-{CLIENT_TRACE}-{'0' * 16}-01")],
-    [("traceparent", f"00-{CLIENT_TRACE[:-1]}g-{CLIENT_SPAN}-01")],
-    [("traceparent", f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-zz")], [("traceparent", f"00-{'é' * 32}-{CLIENT_SPAN}-01")],
-    [("traceparent", TRACEPARENT * 100)], [("traceparent", TRACEPARENT), ("traceparent", TRACEPARENT)],
-    [("tracestate", "vendor=a1")],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("traceparent", "")],
+        [("traceparent", "x")],
+        [("traceparent", TRACEPARENT.upper())],
+        [("traceparent", TRACEPARENT + "-01")],
+        [("traceparent", "ff" + TRACEPARENT[2:])],
+        [("traceparent", f"00-{'0' * 32}-{CLIENT_SPAN}-01")],
+        [("traceparent", f"00-{CLIENT_TRACE}-{'0' * 16}-01")],
+        [("traceparent", f"00-{CLIENT_TRACE[:-1]}g-{CLIENT_SPAN}-01")],
+        [("traceparent", f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-zz")],
+        [("traceparent", f"00-{'é' * 32}-{CLIENT_SPAN}-01")],
+        [("traceparent", TRACEPARENT * 100)],
+        [("traceparent", TRACEPARENT), ("traceparent", TRACEPARENT)],
+        [("tracestate", "vendor=a1")],
+    ],
+)
 async def test_a_hostile_traceparent_is_ignored(tokenizer: Tokenizer, headers: list[tuple[str, str]]) -> None:
     kept = KeptSpans()
     async with client_of(FakeBackend(tokenizer), kept) as client:
@@ -112,12 +121,15 @@ async def test_a_client_that_samples_nothing_is_not_traced(tokenizer: Tokenizer)
     assert kept.all == []
 
 
-@pytest.mark.parametrize(("method", "path", "name", "status", "error"), [
-    ("POST", PATH, f"POST {PATH}", 400, "RequestError"),
-    ("GET", "/none", "GET unmatched", 404, None),
-    ("GET", "/v1/models/none", "GET /v1/models/{model_id:path}", 404, "model_not_found"),
-    ("BREW", "/v1/models", "HTTP /v1/models", 405, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path", "name", "status", "error"),
+    [
+        ("POST", PATH, f"POST {PATH}", 400, "RequestError"),
+        ("GET", "/none", "GET unmatched", 404, None),
+        ("GET", "/v1/models/none", "GET /v1/models/{model_id:path}", 404, "model_not_found"),
+        ("BREW", "/v1/models", "HTTP /v1/models", 405, None),
+    ],
+)
 async def test_refused_requests_are_traced(
     tokenizer: Tokenizer, method: str, path: str, name: str, status: int, error: str | None
 ) -> None:

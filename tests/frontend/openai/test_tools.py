@@ -177,14 +177,19 @@ CALLS = (
 )
 
 
-@pytest.mark.parametrize(("shown", "expected"), [
-    ("+ ' ' + call.function.arguments", ['{"city":"Rome"}', "{}"]),  # DeepSeek: an object cannot be joined
-    ("}} {{ call.function.arguments", ['{"city":"Rome"}', "{}"]),  # an object would be shown as Python does
-    ("}} {{ call.function.arguments | tojson", ['{"city": "Rome"}', "{}"]),
-    ("}} {{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson",
-        ['{"city": "Rome"}', "{}"]),
-    ("}} {{ call.function.arguments.items() | list", ["[('city', 'Rome')]", "[]"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("+ ' ' + call.function.arguments", ['{"city":"Rome"}', "{}"]),  # DeepSeek: an object cannot be joined
+        ("}} {{ call.function.arguments", ['{"city":"Rome"}', "{}"]),  # an object would be shown as Python does
+        ("}} {{ call.function.arguments | tojson", ['{"city": "Rome"}', "{}"]),
+        (
+            "}} {{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson",
+            ['{"city": "Rome"}', "{}"],
+        ),
+        ("}} {{ call.function.arguments.items() | list", ["[('city', 'Rome')]", "[]"]),
+    ],
+)
 async def test_a_template_gets_arguments_as_it_shows_them(tmp_path: Path, shown: str, expected: list[str]) -> None:
     tokenizer = Tokenizer(build_tokenizer(tmp_path, CALLS.replace("CALL", shown)))
     for given in ('{"city":"Rome"}', {"city": "Rome"}):  # /v1/messages has objects
@@ -195,16 +200,19 @@ async def test_a_template_gets_arguments_as_it_shows_them(tmp_path: Path, shown:
         assert prompt_of(backend) == f"<user>Weather?<assistant>weather {expected[0]}now {expected[1]}"
 
 
-@pytest.mark.parametrize(("arguments", "shown"), [
-    ('{"city": "Rome", "days": 3', {"city": "Rome", "days": 3}),  # cut by max_tokens
-    ('{"city": "Ro', {}),
-    ("Rome", {}),
-    ("", {}),
-    ("[1]", {}),
-    ('"Rome"', {}),
-    (None, {}),
-    ([], {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": "Rome", "days": 3', {"city": "Rome", "days": 3}),  # cut by max_tokens
+        ('{"city": "Ro', {}),
+        ("Rome", {}),
+        ("", {}),
+        ("[1]", {}),
+        ('"Rome"', {}),
+        (None, {}),
+        ([], {}),
+    ],
+)
 async def test_a_call_with_broken_arguments_ends_nothing(tmp_path: Path, arguments: Any, shown: dict[str, Any]) -> None:
     """Many templates refuse arguments that are no object, and the client would send them again for ever."""
     template = CALLS.replace("CALL", "}} {{ call.function.arguments.items() | list")

@@ -266,11 +266,18 @@ async def test_what_a_dropped_frontend_sent_starts_nothing_when_it_is_read_late(
             assert (here.backend.requests, here.deciding.num_running) == ([], 0)
 
 
-@pytest.mark.parametrize("message", [
-    ["Call", 0, ["Backend.serve", ["no request"]]], ["Call", 0, ["OperatorApi.pools", [{"type": "nonsense"}]]],
-    ["Call", 0, ["ManagedWorkers.drain", ["p", 1.0, "not a truth value"]]], ["Call", 0, ["Backend.__init__", []]],
-    ["Call", 0, ["RequestFlow.shut_down", []]], ["Events", [[0, ["EngineReservation.answered", []]]]],
-], ids=["serve", "pools", "drain", "init", "shut_down", "events"])  # fmt: skip
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["Call", 0, ["Backend.serve", ["no request"]]],
+        ["Call", 0, ["OperatorApi.pools", [{"type": "nonsense"}]]],
+        ["Call", 0, ["ManagedWorkers.drain", ["p", 1.0, "not a truth value"]]],
+        ["Call", 0, ["Backend.__init__", []]],
+        ["Call", 0, ["RequestFlow.shut_down", []]],
+        ["Events", [[0, ["EngineReservation.answered", []]]]],
+    ],
+    ids=["serve", "pools", "drain", "init", "shut_down", "events"],
+)
 async def test_a_forbidden_call_fails_alone(tokenizer: Tokenizer, tmp_path: Path, message: list[object]) -> None:
     async with line(tokenizer, tmp_path) as here:
         here.deciding.expect("frontend")

@@ -50,12 +50,15 @@ async def answered_by(router: Router, **fields: Any) -> str:
 # -- what goes through -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("headers", "fields", "expected"), [
-    ({"x-tandem-conversation": "c"}, {}, "c"),
-    ({"session-id": "s"}, {"prompt_cache_key": "k"}, "s"),
-    ({"x-claude-code-session-id": "s" * 257}, {"prompt_cache_key": "k"}, "k"),
-    ({}, {"prompt_cache_key": ["k"]}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("headers", "fields", "expected"),
+    [
+        ({"x-tandem-conversation": "c"}, {}, "c"),
+        ({"session-id": "s"}, {"prompt_cache_key": "k"}, "s"),
+        ({"x-claude-code-session-id": "s" * 257}, {"prompt_cache_key": "k"}, "k"),
+        ({}, {"prompt_cache_key": ["k"]}, None),
+    ],
+)
 async def test_an_engine_is_told_the_conversation(
     fake_a: FakeServer, headers: dict[str, str], fields: dict[str, Any], expected: str | None
 ) -> None:
@@ -180,21 +183,31 @@ async def test_a_clients_error_is_the_engines_and_final(fake_a: FakeServer, fake
 # -- failures before the first byte: elsewhere -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("trouble", "stream"), [
-    ({"status": 500}, False),
-    ({"status": 500}, True),
-    ({"status": 502, "error": "<html>bad gateway</html>"}, False),
-    ({"status": 500, "error": '{"detail": ' + "[" * 1000 + "]" * 1000 + "}"}, False),
-    ({"status": 401}, True),
-    ({"whole": {"choices": ["word"]}}, False),
-    ({"whole": {"choices": {"text": "word"}}}, False),
-    ({"break_after": 0}, True),
-    ({"break_after": 0, "is_reset": True}, True),
-    ({"first_event_error": {"message": "engine core died", "code": 500}}, True),
-    ({"first_event_error": {"message": "no such key", "code": 401}}, True),
-    ({"first_event_error": json.loads('{"code": 400, "message": "too deep", "x": ' + "[" * 400 + "]" * 400 + "}")},
-        True),
-], ids=lambda value: str(value)[:80])  # fmt: skip
+@pytest.mark.parametrize(
+    ("trouble", "stream"),
+    [
+        ({"status": 500}, False),
+        ({"status": 500}, True),
+        ({"status": 502, "error": "<html>bad gateway</html>"}, False),
+        ({"status": 500, "error": '{"detail": ' + "[" * 1000 + "]" * 1000 + "}"}, False),
+        ({"status": 401}, True),
+        ({"whole": {"choices": ["word"]}}, False),
+        ({"whole": {"choices": {"text": "word"}}}, False),
+        ({"break_after": 0}, True),
+        ({"break_after": 0, "is_reset": True}, True),
+        ({"first_event_error": {"message": "engine core died", "code": 500}}, True),
+        ({"first_event_error": {"message": "no such key", "code": 401}}, True),
+        (
+            {
+                "first_event_error": json.loads(
+                    '{"code": 400, "message": "too deep", "x": ' + "[" * 400 + "]" * 400 + "}"
+                )
+            },
+            True,
+        ),
+    ],
+    ids=lambda value: str(value)[:80],
+)
 async def test_a_failure_before_the_first_byte_goes_elsewhere(
     fake_a: FakeServer, fake_b: FakeServer, trouble: dict[str, Any], stream: bool
 ) -> None:
@@ -265,16 +278,19 @@ async def test_a_busy_engine_rests_as_long_as_it_says(fake_a: FakeServer, fake_b
             assert "a (busy for" in message or "engine b" in message
 
 
-@pytest.mark.parametrize(("header", "at_least", "at_most"), [
-    ("0", -10, 0),
-    ("-5", -10, 0),
-    ("0.5", 0.1, 0.5),
-    ("1e9", 50, 60),
-    ("soon", 0.5, 1.0),
-    ("date", 15, 20),
-    ("nan", 0.5, 1.0),
-    ("inf", 0.5, 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("header", "at_least", "at_most"),
+    [
+        ("0", -10, 0),
+        ("-5", -10, 0),
+        ("0.5", 0.1, 0.5),
+        ("1e9", 50, 60),
+        ("soon", 0.5, 1.0),
+        ("date", 15, 20),
+        ("nan", 0.5, 1.0),
+        ("inf", 0.5, 1.0),
+    ],
+)
 async def test_retry_after_is_seconds_or_date(fake_a: FakeServer, header: str, at_least: float, at_most: float) -> None:
     busy(fake_a, formatdate(time.time() + 20, usegmt=True) if header == "date" else header, 503)
     async with routing(spec_of(fake_a, "a")) as router:
@@ -571,14 +587,20 @@ async def test_the_prompt_of_a_plain_answer_waits_no_longer_than_predicted(fake_
         assert await request == "a"
 
 
-@pytest.mark.parametrize("fields", [
-    {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1}},
-    {"kv_transfer_params": "text"}, {"ec_transfer_params": {"remote_host": "h"}},
-    {"vllm_xargs": {"kv_transfer_params": "text"}}, {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1},
-    *({"bootstrap_pair_key": "k"}, {"data_parallel_rank": 1}, {"routed_dp_rank": 1}),
-    *({"disagg_prefill_dp_rank": 1}, {"session_params": {"id": "other"}}, {"extra_key": "other"}),
-    *({"custom_logit_processor": "code"}, {"id_slot": 0}),
-], ids=lambda fields: next(iter(fields)))  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1}},
+        {"kv_transfer_params": "text"},
+        {"ec_transfer_params": {"remote_host": "h"}},
+        {"vllm_xargs": {"kv_transfer_params": "text"}},
+        {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1},
+        *({"bootstrap_pair_key": "k"}, {"data_parallel_rank": 1}, {"routed_dp_rank": 1}),
+        *({"disagg_prefill_dp_rank": 1}, {"session_params": {"id": "other"}}, {"extra_key": "other"}),
+        *({"custom_logit_processor": "code"}, {"id_slot": 0}),
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
 async def test_a_client_cannot_tell_engines_where_kv_is(fake_a: FakeServer, fields: dict[str, Any]) -> None:
     async with routing(spec_of(fake_a, "a")) as router:
         for path in (COMPLETIONS, "/v1/route/explain"):

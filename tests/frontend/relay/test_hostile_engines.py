@@ -36,10 +36,13 @@ def repeated(part: bytes, count: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize(("part", "complaint"), [
-    (b"a" * 65536, f"sent an event of more than {MAX_EVENT_BYTES} bytes"),
-    (b":\n" * 1024, f"sent an event of more than {MAX_EVENT_LINES} lines"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "complaint"),
+    [
+        (b"a" * 65536, f"sent an event of more than {MAX_EVENT_BYTES} bytes"),
+        (b":\n" * 1024, f"sent an event of more than {MAX_EVENT_LINES} lines"),
+    ],
+)
 async def test_an_endless_event_is_an_error(fake_a: FakeServer, part: bytes, complaint: str, is_first: bool) -> None:
     def events() -> Iterator[bytes]:
         if not is_first:

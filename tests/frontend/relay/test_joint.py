@@ -150,13 +150,16 @@ def test_the_joint_is_behind_the_last_whole_character() -> None:
     assert joint_of("ab", held=1, output=script.ids[:3]).pending == "c"
 
 
-@pytest.mark.parametrize(("shown", "held"), [
-    ("", 0),  # the engine holds text back, as a parser of reasoning does
-    ("ab", 0),
-    ("a", 2),
-    ("abX", 0),
-    ("abcéd", 9),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shown", "held"),
+    [
+        ("", 0),  # the engine holds text back, as a parser of reasoning does
+        ("ab", 0),
+        ("a", 2),
+        ("abX", 0),
+        ("abcéd", 9),
+    ],
+)
 def test_text_that_is_not_that_of_the_tokens_has_no_joint(shown: str, held: int) -> None:
     with pytest.raises(CannotContinue, match="text is not that of its tokens"):
         joint_of(shown, held=held)
@@ -171,38 +174,46 @@ def test_a_prompt_that_ends_within_a_character_has_no_joint() -> None:
 BASE: dict[str, Any] = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"temperature": 0, "seed": 3}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": None},
-    {"n": 1, "logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "none", "echo": False},
-    {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.3, "logit_bias": {"5": 1}},
-    {"stop": ["a", "bc"], "stop_token_ids": [3], "ignore_eos": True},
-    {"min_tokens": 3, "response_format": {"type": "text"}},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0, "seed": 3},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": None},
+        {"n": 1, "logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "none", "echo": False},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.3, "logit_bias": {"5": 1}},
+        {"stop": ["a", "bc"], "stop_token_ids": [3], "ignore_eos": True},
+        {"min_tokens": 3, "response_format": {"type": "text"}},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+    ],
+)
 def test_streams_whose_next_token_depends_on_their_tokens_alone_can_go_on(fields: dict[str, Any]) -> None:
     assert obstacle(CHAT, BASE | fields) == ""
 
 
-@pytest.mark.parametrize(("fields", "why"), [
-    ({"seed": 3}, "'seed'"),
-    ({"seed": 3, "temperature": 0.5}, "'seed'"),
-    ({"n": 2}, "'n'"),
-    ({"n": True}, "'n'"),
-    ({"logprobs": True}, "'logprobs'"),
-    ({"logprobs": 0}, "'logprobs'"),
-    ({"presence_penalty": 0.1}, "'presence_penalty'"),
-    ({"frequency_penalty": -1}, "'frequency_penalty'"),
-    ({"tools": [{"type": "function"}]}, "'tools'"),
-    ({"response_format": {"type": "json_object"}}, "'response_format'"),
-    ({"structured_outputs": {"regex": "a"}}, "'structured_outputs'"),
-    ({"echo": True}, "'echo'"),
-    ({"stop": "a", "min_tokens": 2}, "'min_tokens'"),
-    ({"stop": [3]}, "'stop'"),
-    ({"skip_special_tokens": False}, "'skip_special_tokens'"),
-    ({"some_new_option": 1}, "'some_new_option'"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "more than text"),
-    ({"messages": "hi"}, "more than text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"seed": 3}, "'seed'"),
+        ({"seed": 3, "temperature": 0.5}, "'seed'"),
+        ({"n": 2}, "'n'"),
+        ({"n": True}, "'n'"),
+        ({"logprobs": True}, "'logprobs'"),
+        ({"logprobs": 0}, "'logprobs'"),
+        ({"presence_penalty": 0.1}, "'presence_penalty'"),
+        ({"frequency_penalty": -1}, "'frequency_penalty'"),
+        ({"tools": [{"type": "function"}]}, "'tools'"),
+        ({"response_format": {"type": "json_object"}}, "'response_format'"),
+        ({"structured_outputs": {"regex": "a"}}, "'structured_outputs'"),
+        ({"echo": True}, "'echo'"),
+        ({"stop": "a", "min_tokens": 2}, "'min_tokens'"),
+        ({"stop": [3]}, "'stop'"),
+        ({"skip_special_tokens": False}, "'skip_special_tokens'"),
+        ({"some_new_option": 1}, "'some_new_option'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "more than text"),
+        ({"messages": "hi"}, "more than text"),
+    ],
+)
 def test_other_streams_say_why_they_cannot(fields: dict[str, Any], why: str) -> None:
     assert why in obstacle(CHAT, BASE | fields)
 
@@ -216,13 +227,16 @@ def test_completions_of_one_prompt_can_go_on_and_other_routes_cannot() -> None:
             assert api.path in obstacle(api, BASE)
 
 
-@pytest.mark.parametrize(("fields", "limits"), [
-    ({"max_tokens": 10}, (8, None)),
-    ({"max_tokens": 10, "max_completion_tokens": 5}, (3, None)),
-    ({}, (95, None)),  # a context of 100 tokens has this much left after 3 + 2
-    ({"max_tokens": 10, "min_tokens": 5}, (8, 3)),
-    ({"max_tokens": 10, "min_tokens": 2}, (8, None)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "limits"),
+    [
+        ({"max_tokens": 10}, (8, None)),
+        ({"max_tokens": 10, "max_completion_tokens": 5}, (3, None)),
+        ({}, (95, None)),  # a context of 100 tokens has this much left after 3 + 2
+        ({"max_tokens": 10, "min_tokens": 5}, (8, 3)),
+        ({"max_tokens": 10, "min_tokens": 2}, (8, None)),
+    ],
+)
 def test_limits_count_the_tokens_before_the_joint(fields: dict[str, Any], limits: tuple[int, int | None]) -> None:
     body = continued_body(CHAT, BASE | fields, [1, 2, 3], [4, 5], max_model_len=100)
     assert ((body["max_tokens"], body.get("min_tokens")), body["prompt"]) == (limits, [1, 2, 3, 4, 5])
@@ -232,15 +246,18 @@ def test_an_unlimited_completion_has_16_tokens() -> None:
     assert continued_body(COMPLETIONS, {"prompt": "a"}, [1], [2, 3], max_model_len=100)["max_tokens"] == 14
 
 
-@pytest.mark.parametrize(("choice", "flaw"), [
-    ({"delta": {"content": "a"}}, "no token ids"),
-    ({"delta": {"reasoning_content": "a"}, "token_ids": [1]}, "reasoning_content"),
-    ({"delta": {"tool_calls": [{}]}, "token_ids": [1]}, "tool_calls"),
-    ({"index": 1, "delta": {"content": "a"}, "token_ids": [1]}, "several choices"),
-    ({"delta": {"content": "a"}, "token_ids": ["x"]}, "ids that are none"),
-    ({"delta": {"content": "a"}, "token_ids": [-1]}, "ids that are none"),
-    ({"delta": {"content": "a"}, "token_ids": 3}, "ids that are none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("choice", "flaw"),
+    [
+        ({"delta": {"content": "a"}}, "no token ids"),
+        ({"delta": {"reasoning_content": "a"}, "token_ids": [1]}, "reasoning_content"),
+        ({"delta": {"tool_calls": [{}]}, "token_ids": [1]}, "tool_calls"),
+        ({"index": 1, "delta": {"content": "a"}, "token_ids": [1]}, "several choices"),
+        ({"delta": {"content": "a"}, "token_ids": ["x"]}, "ids that are none"),
+        ({"delta": {"content": "a"}, "token_ids": [-1]}, "ids that are none"),
+        ({"delta": {"content": "a"}, "token_ids": 3}, "ids that are none"),
+    ],
+)
 def test_events_with_more_than_text_and_ids_are_a_flaw(choice: dict[str, Any], flaw: str) -> None:
     ledger = new_ledger(is_chat=True)
     ledger.follow(b"data: " + msgspec.json.encode({"id": "x", "choices": [choice]}) + b"\n\n")

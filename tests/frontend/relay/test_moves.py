@@ -148,10 +148,13 @@ async def test_running_usage_goes_on(fake_a: FakeServer, fake_b: FakeServer) -> 
     assert counts == [*range(counts[0], NUM_TOKENS + 1), NUM_TOKENS]
 
 
-@pytest.mark.parametrize(("fields", "version", "why"), [
-    ({"seed": 5}, "0.32.0", "'seed' is set"),
-    ({}, "0.9.2", "gives no token ids"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "version", "why"),
+    [
+        ({"seed": 5}, "0.32.0", "'seed' is set"),
+        ({}, "0.9.2", "gives no token ids"),
+    ],
+)
 async def test_a_stream_that_cannot_go_on_says_why_and_costs_nothing(
     fake_a: FakeServer, fake_b: FakeServer, fields: dict[str, Any], version: str, why: str
 ) -> None:
@@ -301,18 +304,21 @@ async def test_streams_of_two_frontend_processes_go_on(fake_a: FakeServer, fake_
         assert sum(decider.dispatcher.reservations.moves.num_moves.values()) >= NUM_TOKENS - 2
 
 
-@pytest.mark.parametrize(("version", "gives"), [
-    (b'{"version":"0.32.0"}', True),
-    (b'{"version":"0.10.2"}', True),
-    (b'{"version":"0.10.1.1"}', False),
-    (b'{"version":"0.9.0.dev3"}', False),
-    (b'{"version":"0.1.dev1+gabc"}', True),
-    (b'{"version":"1.0"}', True),
-    (b'{"version":"99999999999999999999.1"}', False),
-    (b'{"version":7}', False),
-    (b"[]", False),
-    (b"no JSON", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "gives"),
+    [
+        (b'{"version":"0.32.0"}', True),
+        (b'{"version":"0.10.2"}', True),
+        (b'{"version":"0.10.1.1"}', False),
+        (b'{"version":"0.9.0.dev3"}', False),
+        (b'{"version":"0.1.dev1+gabc"}', True),
+        (b'{"version":"1.0"}', True),
+        (b'{"version":"99999999999999999999.1"}', False),
+        (b'{"version":7}', False),
+        (b"[]", False),
+        (b"no JSON", False),
+    ],
+)
 def test_versions_of_vllm_that_give_token_ids(version: bytes, gives: bool) -> None:
     assert vllm_gives_token_ids(version) is gives
 

@@ -50,11 +50,18 @@ def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer
     assert read(reader, {"messages": messages}, 1000) == expected
 
 
-@pytest.mark.parametrize("body", [
-    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-    {"messages": [{"role": "user", "content": "forbidden"}]}, {"messages": "what"}, {"messages": None},
-    {"prompt": {"a": 1}}, {"prompt": 3}, {},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"messages": [{"role": "user", "content": "forbidden"}]},
+        {"messages": "what"},
+        {"messages": None},
+        {"prompt": {"a": 1}},
+        {"prompt": 3},
+        {},
+    ],
+)
 def test_what_cannot_be_rendered_is_left_to_the_engine(body: dict[str, Any], tokenizer: Tokenizer) -> None:
     assert read(PromptReader(tokenizer), body) == read(PromptReader(), body)
 
@@ -65,11 +72,16 @@ def test_the_limit_of_an_answer() -> None:
     assert [CHAT.max_tokens({"max_tokens": value}) for value in (None, True, "3", -1)] == [None] * 4
 
 
-@pytest.mark.parametrize("body", [
-    {"prompt": "日" * 1_000_000}, {"prompt": [1] * 1_000_000}, {"prompt": [[1] * 1_000_000, [2]]},
-    {"messages": [{"role": "user", "content": "x" * 100_000}] * 3},
-    {"messages": [{"role": "user", "content": ""}] * 100_000},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "日" * 1_000_000},
+        {"prompt": [1] * 1_000_000},
+        {"prompt": [[1] * 1_000_000, [2]]},
+        {"messages": [{"role": "user", "content": "x" * 100_000}] * 3},
+        {"messages": [{"role": "user", "content": ""}] * 100_000},
+    ],
+)
 def test_a_prompt_too_long_for_any_engine_is_read_in_part(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
     for reader in (PromptReader(), PromptReader(tokenizer)):
         assert (len(read(reader, body, 1000)), read(reader, body, 1000)) == (1001, read(reader, body, 2000)[:1001])

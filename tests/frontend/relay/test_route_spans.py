@@ -80,10 +80,14 @@ async def test_without_tracing_engines_get_the_clients_own_context(fake_a: FakeS
         assert {name: fake.request_headers[0].get(name) for name in HEADERS} == HEADERS
 
 
-@pytest.mark.parametrize("headers", [
-    *({"tracestate": "vendor=a1"}, {"traceparent": ""}, {"traceparent": TRACEPARENT + "-more"}),
-    *({"traceparent": "cc" + TRACEPARENT[2:] + "-" + "x" * 10_000}, [("traceparent", TRACEPARENT)] * 2),
-], ids=["state alone", "empty", "more", "too long", "twice"])  # fmt: skip
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *({"tracestate": "vendor=a1"}, {"traceparent": ""}, {"traceparent": TRACEPARENT + "-more"}),
+        *({"traceparent": "cc" + TRACEPARENT[2:] + "-" + "x" * 10_000}, [("traceparent", TRACEPARENT)] * 2),
+    ],
+    ids=["state alone", "empty", "more", "too long", "twice"],
+)
 async def test_an_invalid_context_is_dropped(fake_a: FakeServer, headers: Any) -> None:
     async with routing(spec_of(fake_a, "a")) as router:
         assert (await router.client.post(COMPLETIONS, json=completion(), headers=headers)).status_code == 200

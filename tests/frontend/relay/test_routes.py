@@ -257,23 +257,26 @@ async def test_cached_tokens_of_a_pair_are_the_first_ones(fake_a: FakeServer, fa
 TOOL = {"type": "function", "name": "f", "parameters": {}}
 
 
-@pytest.mark.parametrize(("path", "fields"), [
-    ("/v1/completions", {"prompt": "a", "n": 2}),
-    ("/v1/completions", {"prompt": "a", "best_of": 2}),
-    ("/v1/completions", {"prompt": "a", "use_beam_search": True, "n": 1}),
-    ("/v1/completions", {"prompt": "a", "echo": True}),
-    ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0}),
-    ("/v1/completions", {"prompt": ["a", "b"]}),
-    ("/v1/completions", {"prompt": [[1, 2], [3]]}),
-    ("/v1/completions", {"prompt": "", "prompt_embeds": "base64"}),
-    ("/v1/completions", {"prompt": "a", "truncate_prompt_tokens": -1}),
-    ("/v1/responses", {"input": "a", "background": True}),
-    ("/v1/responses", {"input": "a", "truncation": "auto"}),
-    ("/v1/responses", {"input": "a", "tools": [TOOL, {"type": "code_interpreter"}]}),
-    ("/v1/messages", {"messages": [], "tools": [], "tool_choice": {"type": "tool", "name": "f"}}),
-    ("/v1/embeddings", {"input": "a"}),
-    ("/tokenize", {"prompt": "a"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a", "n": 2}),
+        ("/v1/completions", {"prompt": "a", "best_of": 2}),
+        ("/v1/completions", {"prompt": "a", "use_beam_search": True, "n": 1}),
+        ("/v1/completions", {"prompt": "a", "echo": True}),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0}),
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/completions", {"prompt": [[1, 2], [3]]}),
+        ("/v1/completions", {"prompt": "", "prompt_embeds": "base64"}),
+        ("/v1/completions", {"prompt": "a", "truncate_prompt_tokens": -1}),
+        ("/v1/responses", {"input": "a", "background": True}),
+        ("/v1/responses", {"input": "a", "truncation": "auto"}),
+        ("/v1/responses", {"input": "a", "tools": [TOOL, {"type": "code_interpreter"}]}),
+        ("/v1/messages", {"messages": [], "tools": [], "tool_choice": {"type": "tool", "name": "f"}}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+    ],
+)
 async def test_what_is_not_one_sequence_of_one_prompt_stays_on_one_engine(
     fake_a: FakeServer, fake_b: FakeServer, path: str, fields: dict[str, Any]
 ) -> None:
@@ -286,13 +289,16 @@ async def test_what_is_not_one_sequence_of_one_prompt_stays_on_one_engine(
         assert fake_b.requests == [fields | {"model": "fake-model"}]
 
 
-@pytest.mark.parametrize(("path", "fields"), [
-    ("/v1/completions", {"prompt": ["a"]}),
-    ("/v1/completions", {"prompt": [1, 2, 3], "n": 1, "logprobs": 5, "stop": ["x"], "seed": 1}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}),
-    ("/v1/responses", {"input": "a", "tools": [TOOL], "store": True}),
-    ("/v1/messages", {"messages": [], "tool_choice": {"type": "any"}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": ["a"]}),
+        ("/v1/completions", {"prompt": [1, 2, 3], "n": 1, "logprobs": 5, "stop": ["x"], "seed": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}),
+        ("/v1/responses", {"input": "a", "tools": [TOOL], "store": True}),
+        ("/v1/messages", {"messages": [], "tool_choice": {"type": "any"}}),
+    ],
+)
 async def test_what_is_one_sequence_is_handed_over(
     fake_a: FakeServer, fake_b: FakeServer, path: str, fields: dict[str, Any]
 ) -> None:
@@ -305,12 +311,15 @@ async def test_what_is_one_sequence_is_handed_over(
         assert "store" not in fields or fake_a.requests[0]["store"] is False
 
 
-@pytest.mark.parametrize(("path", "answer"), [
-    ("/v1/completions", {"choices": [{"finish_reason": "stop"}]}),
-    ("/v1/completions", {"choices": [{"finish_reason": "tool_calls"}]}),
-    ("/v1/responses", {"output": [], "status": "completed"}),
-    ("/v1/messages", {"content": [], "stop_reason": "end_turn"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/v1/completions", {"choices": [{"finish_reason": "stop"}]}),
+        ("/v1/completions", {"choices": [{"finish_reason": "tool_calls"}]}),
+        ("/v1/responses", {"output": [], "status": "completed"}),
+        ("/v1/messages", {"content": [], "stop_reason": "end_turn"}),
+    ],
+)
 async def test_a_first_token_that_ends_the_answer_needs_no_kv(
     fake_a: FakeServer, fake_b: FakeServer, path: str, answer: dict[str, Any]
 ) -> None:

@@ -181,13 +181,16 @@ async def test_a_broken_prefill_answer_is_a_failure(fake_a: FakeServer, fake_b: 
 # -- what the engines file may say ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fields", "error"), [
-    ({"kind": "sglang", "role": "prefill"}, "needs bootstrap_port; give the server's --disaggregation-bootstrap-p"),
-    ({"kind": "sglang", "bootstrap_port": 1}, "bootstrap_port=1 is for kind='sglang' with a role"),
-    ({"kind": "vllm", "role": "prefill", "bootstrap_port": 1}, "bootstrap_port=1 is for kind='sglang'"),
-    ({"kind": "sglang", "role": "prefill", "bootstrap_port": 70000}, "bootstrap_port=70000 must be a port"),
-    ({"kind": "llamacpp", "role": "decode"}, "needs kind='vllm' .* or kind='sglang'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"kind": "sglang", "role": "prefill"}, "needs bootstrap_port; give the server's --disaggregation-bootstrap-p"),
+        ({"kind": "sglang", "bootstrap_port": 1}, "bootstrap_port=1 is for kind='sglang' with a role"),
+        ({"kind": "vllm", "role": "prefill", "bootstrap_port": 1}, "bootstrap_port=1 is for kind='sglang'"),
+        ({"kind": "sglang", "role": "prefill", "bootstrap_port": 70000}, "bootstrap_port=70000 must be a port"),
+        ({"kind": "llamacpp", "role": "decode"}, "needs kind='vllm' .* or kind='sglang'"),
+    ],
+)
 def test_roles_and_ports_that_do_not_fit_are_refused(fields: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         spec_from({"url": "http://h:1"} | fields, "test")

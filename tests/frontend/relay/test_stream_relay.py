@@ -30,12 +30,17 @@ class Counting:
         pass
 
 
-@pytest.mark.parametrize("piece", [
-    b'data: {"choices":[{"text":" end","logprobs":{"token_logprobs":[-Infinity]}}]}\n\n',
-    b'data: {"choices":[{"text":"\\ud83d"}]}\n\n', b'data: {"choices":[{"text":"\xff"}]}\n\n',
-    b'data: {"choices":[{"text":"a","logprobs":NaN}]}\r\n\r\n', b'data:{"choices":[{"text":"a","logprobs":NaN}]}\n\n',
-    b'id: 1\ndata: {"choices":[{"text":"a","logprobs":NaN}],"usage":{"prompt_tokens":1}}\n\n',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "piece",
+    [
+        b'data: {"choices":[{"text":" end","logprobs":{"token_logprobs":[-Infinity]}}]}\n\n',
+        b'data: {"choices":[{"text":"\\ud83d"}]}\n\n',
+        b'data: {"choices":[{"text":"\xff"}]}\n\n',
+        b'data: {"choices":[{"text":"a","logprobs":NaN}]}\r\n\r\n',
+        b'data:{"choices":[{"text":"a","logprobs":NaN}]}\n\n',
+        b'id: 1\ndata: {"choices":[{"text":"a","logprobs":NaN}],"usage":{"prompt_tokens":1}}\n\n',
+    ],
+)
 def test_pieces_that_are_not_strict_json_are_passed_on_in_any_company(piece: bytes) -> None:
     ping, done = b": ping\n\n", b"data: [DONE]\n\n"
     for events, shown in ((piece, piece), (piece + done, piece + done), (ping + piece, piece), (piece + ping, piece)):

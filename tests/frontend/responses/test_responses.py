@@ -53,10 +53,14 @@ async def test_plain_answer(client: Client) -> None:
     assert usage["input_tokens_details"]["cached_tokens"] == 3
 
 
-@pytest.mark.parametrize("fields", [
-    {"input": "hi"}, {"input": [{"role": "user", "content": "hi"}], "instructions": "Be short.", "tools": [TOOL]},
-    {"input": "hi", "tools": [TOOL, {**TOOL, "name": "other"}], "tool_choice": "none"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": "hi"},
+        {"input": [{"role": "user", "content": "hi"}], "instructions": "Be short.", "tools": [TOOL]},
+        {"input": "hi", "tools": [TOOL, {**TOOL, "name": "other"}], "tool_choice": "none"},
+    ],
+)
 async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     client = sdk(backend_of(tokenizer, "x"))
     first = await client.responses.create(**fields)
@@ -194,44 +198,53 @@ async def test_a_tenant_does_not_reach_anothers_response(client: Client) -> None
     assert [read.status_code, deleted.status_code, used.status_code, own.status_code] == [404, 404, 404, 200]
 
 
-@pytest.mark.parametrize(("body", "param"), [
-    ({}, "input"),
-    ({"input": []}, "input"),
-    ({"input": [7]}, "input[0]"),
-    ({"input": [{"type": "image"}]}, "input[0].type"),
-    ({"input": [{"role": "user"}]}, "input[0].content"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-    ({"input": [{"role": "user", "content": [7]}]}, "input[0].content[0]"),
-    ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
-    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-    ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
-    ({"input": "x", "background": True}, "background"),
-    ({"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
-    ({"input": "x", "prompt": {"id": "p"}}, "prompt"),
-    ({"input": "x", "top_logprobs": 3}, "top_logprobs"),
-    ({"input": "x", "conversation": "c"}, "conversation"),
-    ({"input": "x", "truncation": "some"}, "truncation"),
-    ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-    ({"input": "x", "tools": [{"type": "funktion", "name": "f", "parameters": {}}]}, "tools[0].type"),
-    ({"input": "x", "tools": [{"name": "f"}]}, "tools[0].type"),
-    ({"input": "x", "tools": [TOOL, {"type": "function"}]}, "tools[1].name"),
-    ({"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{**TOOL, "name": 3}]}]},
-        "tools[0].tools[0].name"),
-    ({"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{**TOOL, "name": "a b"}]}]},
-        "tools[0].tools[0].name"),
-    ({"input": "x", "tools": [{"type": "custom", "name": "c", "format": {"type": "grammar"}}]},
-        "tools[0].format.syntax"),
-    ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-    ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
-    ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
-    ({"input": "x", "tool_choice": "required"}, "tool_choice"),
-    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-    ({"input": "x", "previous_response_id": "resp_none"}, "previous_response_id"),
-    ({"input": "x", "model": "other"}, "model"),
-    ({"input": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]}, "input[0].content[0]"),
-    ({"input": "x", "max_output_tokens": 5000}, "max_output_tokens"),
-    ({"input": "x", "tools": [TOOL, {"type": "function", "name": "a b"}]}, "tools[1].name"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [7]}, "input[0]"),
+        ({"input": [{"type": "image"}]}, "input[0].type"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [7]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
+        ({"input": "x", "prompt": {"id": "p"}}, "prompt"),
+        ({"input": "x", "top_logprobs": 3}, "top_logprobs"),
+        ({"input": "x", "conversation": "c"}, "conversation"),
+        ({"input": "x", "truncation": "some"}, "truncation"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "tools": [{"type": "funktion", "name": "f", "parameters": {}}]}, "tools[0].type"),
+        ({"input": "x", "tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"input": "x", "tools": [TOOL, {"type": "function"}]}, "tools[1].name"),
+        (
+            {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{**TOOL, "name": 3}]}]},
+            "tools[0].tools[0].name",
+        ),
+        (
+            {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{**TOOL, "name": "a b"}]}]},
+            "tools[0].tools[0].name",
+        ),
+        (
+            {"input": "x", "tools": [{"type": "custom", "name": "c", "format": {"type": "grammar"}}]},
+            "tools[0].format.syntax",
+        ),
+        ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"input": "x", "previous_response_id": "resp_none"}, "previous_response_id"),
+        ({"input": "x", "model": "other"}, "model"),
+        ({"input": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]}, "input[0].content[0]"),
+        ({"input": "x", "max_output_tokens": 5000}, "max_output_tokens"),
+        ({"input": "x", "tools": [TOOL, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+    ],
+)
 async def test_a_wrong_field_is_named(backend: FakeBackend, client: Client, body: dict[str, Any], param: str) -> None:
     response = await client.post(PATH, json=body)
     assert response.status_code in (400, 404), response.text
@@ -324,13 +337,16 @@ PATCH = {"type": "custom", "name": "apply_patch", "description": "Edit files."}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("arguments", "text"), [
-    ({"input": 'a "quoted"\nline é'}, 'a "quoted"\nline é'),
-    ({"patch": "b"}, "b"),
-    ({"a": "b", "c": "d"}, '{"a": "b", "c": "d"}'),
-    ({}, "{}"),
-    ({"input": 7}, '{"input": 7}'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"input": 'a "quoted"\nline é'}, 'a "quoted"\nline é'),
+        ({"patch": "b"}, "b"),
+        ({"a": "b", "c": "d"}, '{"a": "b", "c": "d"}'),
+        ({}, "{}"),
+        ({"input": 7}, '{"input": 7}'),
+    ],
+)
 async def test_codex_custom_tools(tokenizer: Tokenizer, arguments: Any, text: str, stream: bool) -> None:
     _, response = await one_of(tokenizer, call_of("apply_patch", arguments), tools=[PATCH], stream=stream)
     body = events(response)[-1]["response"] if stream else response.json()
@@ -462,13 +478,22 @@ async def test_codex_sends_all_of_it_at_once(tokenizer: Tokenizer) -> None:
     assert {one.partition(" ")[0] for one in named} == {"client_metadata", "reasoning.summary", "tools.web_search"}
 
 
-@pytest.mark.parametrize("fields", [
-    {"background": False}, {"max_tool_calls": 3}, {"top_logprobs": 0}, {"service_tier": "flex"},
-    {"text": {"verbosity": "low"}}, {"reasoning": {"summary": "detailed"}},
-    {"include": ["file_search_call.results", "web_search_call.action.sources", "new.thing"]},
-    {"metadata": {"a": "1"}, "user": "u"}, {"truncation": "auto"}, {"conversation": None, "prompt": None},
-    {"context_management": [{"type": "compaction"}], "safety_identifier": "x", "stream_options": {}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"background": False},
+        {"max_tool_calls": 3},
+        {"top_logprobs": 0},
+        {"service_tier": "flex"},
+        {"text": {"verbosity": "low"}},
+        {"reasoning": {"summary": "detailed"}},
+        {"include": ["file_search_call.results", "web_search_call.action.sources", "new.thing"]},
+        {"metadata": {"a": "1"}, "user": "u"},
+        {"truncation": "auto"},
+        {"conversation": None, "prompt": None},
+        {"context_management": [{"type": "compaction"}], "safety_identifier": "x", "stream_options": {}},
+    ],
+)
 async def test_hints_of_responses_clients_pass(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     backend, response = await one_of(tokenizer, "x", **fields)
     plain, _ = await one_of(tokenizer, "x")

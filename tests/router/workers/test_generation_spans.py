@@ -27,9 +27,13 @@ from tests.support.tracing import CLIENT_TRACE, TRACEPARENT, KeptSpans
 from tests.support.waiting import eventually
 
 PAIR = (
-    "generate", ("admission", ("placement",)), ("prefill", ("prefill.queue",), ("prefill.compute",)), ("lease_wait",),
-    ("kv_transfer",), ("decode", ("decode.queue",)),
-)  # fmt: skip
+    "generate",
+    ("admission", ("placement",)),
+    ("prefill", ("prefill.queue",), ("prefill.compute",)),
+    ("lease_wait",),
+    ("kv_transfer",),
+    ("decode", ("decode.queue",)),
+)
 
 
 def traced(**fields: Any) -> GenerateRequest:

@@ -11,10 +11,23 @@ from tandem.scheduling.cache_sizing import CacheSizing
 from tests.support.builders import make_registry
 
 TIER = TierLoad(
-    name="disk", num_blocks=5, capacity_blocks=9, num_queued_loads=1, num_queued_stores=2, num_hits=40,
-    num_misses={"corrupt": 1, "absent": 3}, num_stored=50, num_drops={"queue full": 4}, num_evictions=6, bytes_in=500,
-    bytes_out=400, seconds_in=0.5, seconds_out=0.25, latency_s=0.001, block_s=1e-3,
-)  # fmt: skip
+    name="disk",
+    num_blocks=5,
+    capacity_blocks=9,
+    num_queued_loads=1,
+    num_queued_stores=2,
+    num_hits=40,
+    num_misses={"corrupt": 1, "absent": 3},
+    num_stored=50,
+    num_drops={"queue full": 4},
+    num_evictions=6,
+    bytes_in=500,
+    bytes_out=400,
+    seconds_in=0.5,
+    seconds_out=0.25,
+    latency_s=0.001,
+    block_s=1e-3,
+)
 
 
 def test_what_workers_tell_is_in_the_metrics() -> None:
@@ -22,14 +35,26 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
     registry.note_dropped("a", {"malformed": 6}, {"impostor": 2})
     registry.note_load("a", WorkerLoad(num_waiting=3, num_open_leases=2, num_quarantined_blocks=11), now=1.0)
     fetches = FetchStats(
-        num_prompts={"loaded": 7, "overtaken": 1}, num_loaded_blocks={"host": 30, "peer": 10}, num_lent_blocks=5,
-        num_copied_blocks=6, predicted_load_s=0.5, actual_load_s=0.75, saved_s=9.0,
-    )  # fmt: skip
+        num_prompts={"loaded": 7, "overtaken": 1},
+        num_loaded_blocks={"host": 30, "peer": 10},
+        num_lent_blocks=5,
+        num_copied_blocks=6,
+        predicted_load_s=0.5,
+        actual_load_s=0.75,
+        saved_s=9.0,
+    )
     registry.note_tiers("a", [TIER], fetches)
     link = LinkLoad(
-        peer_id="b", num_transfers=5, num_bytes=700, seconds=0.5, num_handoffs=2, exposed_bytes=300, exposed_s=0.125,
-        num_lost=9, num_resets=8,
-    )  # fmt: skip
+        peer_id="b",
+        num_transfers=5,
+        num_bytes=700,
+        seconds=0.5,
+        num_handoffs=2,
+        exposed_bytes=300,
+        exposed_s=0.125,
+        num_lost=9,
+        num_resets=8,
+    )
     registry.note_links("a", [link])
     metrics = CollectorRegistry()
     metrics.register(LoadCollector(registry))

@@ -143,9 +143,15 @@ class PinLedgerMachine(RuleBasedStateMachine):
         first = (10 if tenant == "t" else 60) + 10 * start
         try:
             add(
-                self.ledger, pin_id, *range(first, first + chain), tenant=tenant, conversation_id=str(start),
-                expires_at=self.now + ttl_s, max_blocks=10, now=self.now,
-            )  # fmt: skip
+                self.ledger,
+                pin_id,
+                *range(first, first + chain),
+                tenant=tenant,
+                conversation_id=str(start),
+                expires_at=self.now + ttl_s,
+                max_blocks=10,
+                now=self.now,
+            )
         except PinQuotaExceeded:
             return
         self.expiries[pin_id] = self.now + ttl_s

@@ -84,9 +84,13 @@ def make_request(
 ) -> PlacementRequest:
     """A request of the tenant acme."""
     return PlacementRequest(
-        num_prompt_tokens=num_prompt_tokens, expected_output_tokens=outputs, digests=CommonDigests(digests),
-        service_class=ServiceClass("acme"), allowed_workers=workers, adapter=adapter,
-    )  # fmt: skip
+        num_prompt_tokens=num_prompt_tokens,
+        expected_output_tokens=outputs,
+        digests=CommonDigests(digests),
+        service_class=ServiceClass("acme"),
+        allowed_workers=workers,
+        adapter=adapter,
+    )
 
 
 def colocated(*names: str) -> Pool:

@@ -186,10 +186,15 @@ class FakeWorker:
         old, self.depths[name] = self.depths[name], depth
         blocks = chain(name, 8)
         self.sequence += 1
-        self.in_flight.append(make_events(
-            self.sequence, stored=blocks[old:depth], removed=blocks[depth:old], worker_id=self.worker_id,
-            epoch=self.epoch,
-        ))  # fmt: skip
+        self.in_flight.append(
+            make_events(
+                self.sequence,
+                stored=blocks[old:depth],
+                removed=blocks[depth:old],
+                worker_id=self.worker_id,
+                epoch=self.epoch,
+            )
+        )
 
     def restart(self) -> None:
         self.depths = dict.fromkeys("abc", 0)

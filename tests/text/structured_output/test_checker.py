@@ -43,40 +43,46 @@ async def until_forked(pid: int) -> psutil.Process:
     return parent.children()[0]
 
 
-@pytest.mark.parametrize(("kind", "text"), [
-    ("json", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
-    ("json", "true"),
-    ("regex", "(yes|no)+"),
-    ("choice", '["a", "say \\"b\\"", "é🎉", ""]'),
-    ("choice", '["\\u0000", "\\n", "\\u001f", "\\u007f", "\\u0085", "\\u2028", "\\\\u0041"]'),
-    ("regex", r"a\\"),
-    ("grammar", 'root ::= "a" | "b" root'),
-    ("grammar", 'start: "a"+'),
-    ("grammar", "start[lazy]: /(a|c)*b/"),
-    ("grammar", 'start: "::=" b\nb: "b"'),
-    ("structural_tag", TAG),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
+        ("json", "true"),
+        ("regex", "(yes|no)+"),
+        ("choice", '["a", "say \\"b\\"", "é🎉", ""]'),
+        ("choice", '["\\u0000", "\\n", "\\u001f", "\\u007f", "\\u0085", "\\u2028", "\\\\u0041"]'),
+        ("regex", r"a\\"),
+        ("grammar", 'root ::= "a" | "b" root'),
+        ("grammar", 'start: "a"+'),
+        ("grammar", "start[lazy]: /(a|c)*b/"),
+        ("grammar", 'start: "::=" b\nb: "b"'),
+        ("structural_tag", TAG),
+    ],
+)
 async def test_what_can_be_kept_becomes_a_grammar(checker: GrammarChecker, kind: str, text: str) -> None:
     assert await checker.grammar(Constraint(kind, text, "x"), "t")
 
 
-@pytest.mark.parametrize(("kind", "text", "message"), [
-    ("json", '{"type": 7}', "type must be"),
-    ("json", '{"oneOf": [{"type": "string"}, {"minLength": 3, "type": "string"}]}', "oneOf"),
-    ("json", '{"$ref": "http://127.0.0.1/schema"}', "http://127.0.0.1/schema"),
-    ("json", '{"$ref": "file:///etc/passwd"}', "file:///etc/passwd"),
-    ("json", "[" * 20_000 + "]" * 20_000, "recursion"),
-    ("json", "{", "malformed"),
-    ("regex", "(((", "unclosed group"),
-    ("regex", "a\\", "ends with a backslash"),
-    ("regex", "a\\\\\\", "ends with a backslash"),
-    ("grammar", "start: ((", "Expected token"),
-    ("grammar", 'a: "b"', "start"),
-    ("grammar", 'root ::= "a" )', "malformed"),
-    ("structural_tag", TAG.replace('["<f="]', '["<g="]'), "none of the triggers"),
-    ("structural_tag", "{}", "structures"),
-    ("structural_tag", r'{"format": {"type": "regex", "pattern": "a\\"}}', "ends with a backslash"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json", '{"type": 7}', "type must be"),
+        ("json", '{"oneOf": [{"type": "string"}, {"minLength": 3, "type": "string"}]}', "oneOf"),
+        ("json", '{"$ref": "http://127.0.0.1/schema"}', "http://127.0.0.1/schema"),
+        ("json", '{"$ref": "file:///etc/passwd"}', "file:///etc/passwd"),
+        ("json", "[" * 20_000 + "]" * 20_000, "recursion"),
+        ("json", "{", "malformed"),
+        ("regex", "(((", "unclosed group"),
+        ("regex", "a\\", "ends with a backslash"),
+        ("regex", "a\\\\\\", "ends with a backslash"),
+        ("grammar", "start: ((", "Expected token"),
+        ("grammar", 'a: "b"', "start"),
+        ("grammar", 'root ::= "a" )', "malformed"),
+        ("structural_tag", TAG.replace('["<f="]', '["<g="]'), "none of the triggers"),
+        ("structural_tag", "{}", "structures"),
+        ("structural_tag", r'{"format": {"type": "regex", "pattern": "a\\"}}', "ends with a backslash"),
+    ],
+)
 async def test_a_wrong_grammar_is_refused_by_name(checker: GrammarChecker, kind: str, text: str, message: str) -> None:
     with pytest.raises(GrammarError, match="Invalid value for 'x'") as error:
         await checker.grammar(Constraint(kind, text, "x"), "t")
@@ -84,12 +90,15 @@ async def test_a_wrong_grammar_is_refused_by_name(checker: GrammarChecker, kind:
     assert error.value.param == "x"
 
 
-@pytest.mark.parametrize(("kind", "text", "taken", "refused"), [
-    ("json", '{"const": "%s"}', 4000, 5000),
-    ("json", '{"enum": ["%s", "%s1"]}', 4000, 5000),
-    ("grammar", 'start: "%s" /[0-9]/', 4000, 5000),
-    ("regex", "%s", 4096, 4097),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "text", "taken", "refused"),
+    [
+        ("json", '{"const": "%s"}', 4000, 5000),
+        ("json", '{"enum": ["%s", "%s1"]}', 4000, 5000),
+        ("grammar", 'start: "%s" /[0-9]/', 4000, 5000),
+        ("regex", "%s", 4096, 4097),
+    ],
+)
 async def test_a_fixed_text_is_bounded(checker: GrammarChecker, kind: str, text: str, taken: int, refused: int) -> None:
     """Each token within it would take as long as the rest of the text is."""
     assert await checker.grammar(Constraint(kind, text.replace("%s", "a" * taken), "x"), "t")

@@ -15,35 +15,51 @@ OPEN = {"type": "object", "properties": NAME}
 CLOSED = {**OPEN, "additionalProperties": False}
 
 
-@pytest.mark.parametrize(("schema", "expected"), [
-    (OPEN, CLOSED),
-    ({"properties": NAME}, {"properties": NAME, "additionalProperties": False}),
-    ({**OPEN, "required": ["name"]}, {**OPEN, "required": ["name"], "additionalProperties": False}),
-    ({"type": "array", "items": OPEN}, {"type": "array", "items": CLOSED}),
-    ({"anyOf": [OPEN, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
-    ({"allOf": [OPEN]}, {"allOf": [CLOSED]}),
-    ({"$ref": "#/$defs/A", "$defs": {"A": OPEN}}, {"$ref": "#/$defs/A", "$defs": {"A": CLOSED}}),
-    ({"prefixItems": [OPEN, True]}, {"prefixItems": [CLOSED, True]}),
-    ({"type": "object", "properties": {"properties": OPEN, "allOf": {"type": "string"}}},
-        {"type": "object", "properties": {"properties": CLOSED, "allOf": {"type": "string"}},
-        "additionalProperties": False}),
-    ({"additionalProperties": OPEN}, {"additionalProperties": CLOSED}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (OPEN, CLOSED),
+        ({"properties": NAME}, {"properties": NAME, "additionalProperties": False}),
+        ({**OPEN, "required": ["name"]}, {**OPEN, "required": ["name"], "additionalProperties": False}),
+        ({"type": "array", "items": OPEN}, {"type": "array", "items": CLOSED}),
+        ({"anyOf": [OPEN, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({"allOf": [OPEN]}, {"allOf": [CLOSED]}),
+        ({"$ref": "#/$defs/A", "$defs": {"A": OPEN}}, {"$ref": "#/$defs/A", "$defs": {"A": CLOSED}}),
+        ({"prefixItems": [OPEN, True]}, {"prefixItems": [CLOSED, True]}),
+        (
+            {"type": "object", "properties": {"properties": OPEN, "allOf": {"type": "string"}}},
+            {
+                "type": "object",
+                "properties": {"properties": CLOSED, "allOf": {"type": "string"}},
+                "additionalProperties": False,
+            },
+        ),
+        ({"additionalProperties": OPEN}, {"additionalProperties": CLOSED}),
+    ],
+)
 def test_objects_that_name_properties_are_closed(schema: Any, expected: Any) -> None:
     before = json.dumps(schema)
     assert (closed_objects(schema), json.dumps(schema)) == (expected, before)
 
 
-@pytest.mark.parametrize("schema", [
-    {}, {"type": "object"}, {"type": "object", "properties": {}}, {**OPEN, "additionalProperties": True},
-    {**OPEN, "additionalProperties": {"type": "integer"}}, {**OPEN, "patternProperties": {"^x": True}},
-    {**OPEN, "required": ["other"]}, {"allOf": [OPEN, {"properties": {"b": {}}}]},
-    {**OPEN, "anyOf": [{"properties": {"b": {}}}, {"required": ["name"]}]},
-    {**OPEN, "$ref": "#/$defs/A", "$defs": {"A": OPEN}},
-    {**OPEN, "if": {"properties": NAME}, "then": {"properties": {"b": {}}}},
-    {"items": {**OPEN, "oneOf": [OPEN]}, "properties": NAME},
-    {"properties": 3, "required": "x", "anyOf": {}, "items": [1]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": "object"},
+        {"type": "object", "properties": {}},
+        {**OPEN, "additionalProperties": True},
+        {**OPEN, "additionalProperties": {"type": "integer"}},
+        {**OPEN, "patternProperties": {"^x": True}},
+        {**OPEN, "required": ["other"]},
+        {"allOf": [OPEN, {"properties": {"b": {}}}]},
+        {**OPEN, "anyOf": [{"properties": {"b": {}}}, {"required": ["name"]}]},
+        {**OPEN, "$ref": "#/$defs/A", "$defs": {"A": OPEN}},
+        {**OPEN, "if": {"properties": NAME}, "then": {"properties": {"b": {}}}},
+        {"items": {**OPEN, "oneOf": [OPEN]}, "properties": NAME},
+        {"properties": 3, "required": "x", "anyOf": {}, "items": [1]},
+    ],
+)
 def test_other_schemas_stay_as_they_are(schema: Any) -> None:
     assert closed_objects(schema) == schema
 

@@ -244,16 +244,19 @@ def test_pythonic_arguments_with_and_without_the_optional_ones(plain: Walker, re
         assert plain.allows(grammar, text) == set(required).issubset(given), text
 
 
-@pytest.mark.parametrize(("schema", "values", "others"), [
-    ({"type": "boolean"}, ["True", "False"], ["true", "1", '"True"']),
-    ({"type": "string"}, ['"a\'b"', "'a\"b'", "'it\\'s'", "''"], ["a", "'a\nb'", "'it's'"]),
-    ({"type": "string", "enum": ["a", "b'"]}, ["'a'", '"a"', '"b\'"'], ["'c'", "a"]),
-    ({"type": "string", "maxLength": 2}, ['"ab"'], ['"abc"', "'abc'"]),
-    ({"type": "array", "items": {"type": "boolean"}}, ["[]", "[True, False]"], ["[true]", "[1]", "True"]),
-    ({"type": "array", "items": {"type": "string"}, "minItems": 1}, ['["a"]'], ["[]"]),
-    ({"$ref": "#/$defs/x"}, ['{"n": 1}'], ["1"]),
-    ({"type": "array", "items": {"$ref": "#/$defs/x"}}, ['[{"n": 1}, {"n": 2}]'], ["[1]"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schema", "values", "others"),
+    [
+        ({"type": "boolean"}, ["True", "False"], ["true", "1", '"True"']),
+        ({"type": "string"}, ['"a\'b"', "'a\"b'", "'it\\'s'", "''"], ["a", "'a\nb'", "'it's'"]),
+        ({"type": "string", "enum": ["a", "b'"]}, ["'a'", '"a"', '"b\'"'], ["'c'", "a"]),
+        ({"type": "string", "maxLength": 2}, ['"ab"'], ['"abc"', "'abc'"]),
+        ({"type": "array", "items": {"type": "boolean"}}, ["[]", "[True, False]"], ["[true]", "[1]", "True"]),
+        ({"type": "array", "items": {"type": "string"}, "minItems": 1}, ['["a"]'], ["[]"]),
+        ({"$ref": "#/$defs/x"}, ['{"n": 1}'], ["1"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/x"}}, ['[{"n": 1}, {"n": 2}]'], ["[1]"]),
+    ],
+)
 def test_values_are_as_in_python(plain: Walker, schema: dict[str, Any], values: list[str], others: list[str]) -> None:
     definition = {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
     tools = {"f": {"properties": {"a": schema}, "required": ["a"], "$defs": {"x": definition}}}
@@ -267,19 +270,22 @@ def test_values_are_as_in_python(plain: Walker, schema: dict[str, Any], values: 
         assert not plain.allows(grammar, f"[f(a={value})]"), value
 
 
-@pytest.mark.parametrize(("format", "schema", "message"), [
-    ("hermes", {"type": "array"}, "must be a schema of an object"),
-    ("hermes", {"type": 3}, "must be a schema of an object"),
-    ("pythonic", {"properties": {"a-b": {}}}, "not an identifier"),
-    ("pythonic", {"properties": []}, "must be an object"),
-    ("qwen3_coder", {"properties": {}, "required": "a"}, "must be an object"),
-    ("qwen3_coder", {"properties": {"a": {}}, "required": ["b"]}, "requires 'b'"),
-    ("qwen3_coder", {"properties": {"a": False}, "required": ["a"]}, "requires 'a'"),
-    ("qwen3_coder", {"required": [[1]]}, "requires"),
-    ("qwen3_coder", {"properties": {"a": 5}}, "must have a schema"),
-    ("qwen3_coder", {"properties": {"a>": {}}}, "cannot be written within a tag"),
-    ("qwen3_coder", {"properties": {"a": {"type": "string", "enum": [1]}}}, "must have one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("format", "schema", "message"),
+    [
+        ("hermes", {"type": "array"}, "must be a schema of an object"),
+        ("hermes", {"type": 3}, "must be a schema of an object"),
+        ("pythonic", {"properties": {"a-b": {}}}, "not an identifier"),
+        ("pythonic", {"properties": []}, "must be an object"),
+        ("qwen3_coder", {"properties": {}, "required": "a"}, "must be an object"),
+        ("qwen3_coder", {"properties": {"a": {}}, "required": ["b"]}, "requires 'b'"),
+        ("qwen3_coder", {"properties": {"a": False}, "required": ["a"]}, "requires 'a'"),
+        ("qwen3_coder", {"required": [[1]]}, "requires"),
+        ("qwen3_coder", {"properties": {"a": 5}}, "must have a schema"),
+        ("qwen3_coder", {"properties": {"a>": {}}}, "cannot be written within a tag"),
+        ("qwen3_coder", {"properties": {"a": {"type": "string", "enum": [1]}}}, "must have one"),
+    ],
+)
 def test_an_unwritable_schema_is_refused(plain: Walker, format: str, schema: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plain.grammar(format, tools={"f": schema})

@@ -89,51 +89,54 @@ def test_text_without_calls_is_content_as_it_is_and_at_once(format: str) -> None
     assert ("".join(shown[:20]), "".join(shown) + joined(one.finish()).content) == (text[:20], text)
 
 
-@pytest.mark.parametrize(("format", "text"), [
-    ("hermes", "<tool_call>hello</tool_call>"),
-    ("hermes", "<tool_call>"),
-    ("hermes", 'x\n<tool_call>\n{"name": "add", "argume'),
-    ("hermes", '<tool_call>{"name": "add", "arguments": 5}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
-    ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": {"x": 1}, "arguments": {}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>'),
-    ("hermes", "a <tool_cal"),
-    ("llama3_json", '{"name": "unknown", "parameters": {}}'),
-    ("llama3_json", '{"answer": 42}'),
-    ("llama3_json", '{"name": "add", "age": 42}'),
-    ("llama3_json", 'Use {"name": "add", "parameters": {}}'),
-    ("llama3_json", "[1, 2, 3]"),
-    ("mistral", "[TOOL_CALLS]hello"),
-    ("mistral", "[TOOL_CALLS]"),
-    ("mistral", "[TOOL_CALLS][1]"),
-    ("pythonic", "[link](https://example.com)"),
-    ("pythonic", "[add(1, 2)]"),
-    ("pythonic", "[add(a=b)]"),
-    ("pythonic", "[add(a=__import__('os').getcwd())]"),
-    ("pythonic", "[add(**{'a': 1})]"),
-    ("pythonic", "[add(a=1e999)]"),
-    ("pythonic", "[add(a={1: 2})]"),
-    ("pythonic", "[add(a=(" + "(" * 1000 + ")" * 1000 + "))]"),
-    ("pythonic", "[add(a=" + "-" * 50_000 + "1)]"),
-    ("pythonic", "[add(a=" + "1+" * 50_000 + "1)]"),
-    ("pythonic", "[add(a=" + "9" * 5000 + ")]"),
-    ("pythonic", "[unknown(a=1)]"),
-    ("qwen3_coder", "<tool_call>{}</tool_call>"),
-    ("qwen3_coder", "<tool_call>\n<function=add>\nhello"),
-    ("qwen3_coder", "Write <function=add> here"),
-    ("qwen3_coder", "<tool_call>\n<function=add\n<parameter=a>\n1\n</parameter>"),
-    ("glm45", "<tool_call>\nhello there</tool_call>"),
-    ("glm45", "<tool_call>add\n<arg_ke"),
-    ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>"),
-    ("deepseek_v32", '<｜DSML｜invoke name="a b">\n</｜DSML｜invoke>'),
-    ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>[1]<｜tool▁call▁end｜>"),
-    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"),
-    ("harmony", "<|channel|>analysis"),
-    ("harmony", "tomorrow"),
-    (None, "<think>a</think> <tool_call>{}</tool_call>"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", "<tool_call>hello</tool_call>"),
+        ("hermes", "<tool_call>"),
+        ("hermes", 'x\n<tool_call>\n{"name": "add", "argume'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": 5}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": {"x": 1}, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>'),
+        ("hermes", "a <tool_cal"),
+        ("llama3_json", '{"name": "unknown", "parameters": {}}'),
+        ("llama3_json", '{"answer": 42}'),
+        ("llama3_json", '{"name": "add", "age": 42}'),
+        ("llama3_json", 'Use {"name": "add", "parameters": {}}'),
+        ("llama3_json", "[1, 2, 3]"),
+        ("mistral", "[TOOL_CALLS]hello"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS][1]"),
+        ("pythonic", "[link](https://example.com)"),
+        ("pythonic", "[add(1, 2)]"),
+        ("pythonic", "[add(a=b)]"),
+        ("pythonic", "[add(a=__import__('os').getcwd())]"),
+        ("pythonic", "[add(**{'a': 1})]"),
+        ("pythonic", "[add(a=1e999)]"),
+        ("pythonic", "[add(a={1: 2})]"),
+        ("pythonic", "[add(a=(" + "(" * 1000 + ")" * 1000 + "))]"),
+        ("pythonic", "[add(a=" + "-" * 50_000 + "1)]"),
+        ("pythonic", "[add(a=" + "1+" * 50_000 + "1)]"),
+        ("pythonic", "[add(a=" + "9" * 5000 + ")]"),
+        ("pythonic", "[unknown(a=1)]"),
+        ("qwen3_coder", "<tool_call>{}</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=add>\nhello"),
+        ("qwen3_coder", "Write <function=add> here"),
+        ("qwen3_coder", "<tool_call>\n<function=add\n<parameter=a>\n1\n</parameter>"),
+        ("glm45", "<tool_call>\nhello there</tool_call>"),
+        ("glm45", "<tool_call>add\n<arg_ke"),
+        ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>"),
+        ("deepseek_v32", '<｜DSML｜invoke name="a b">\n</｜DSML｜invoke>'),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>[1]<｜tool▁call▁end｜>"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"),
+        ("harmony", "<|channel|>analysis"),
+        ("harmony", "tomorrow"),
+        (None, "<think>a</think> <tool_call>{}</tool_call>"),
+    ],
+)
 def test_what_is_no_call_is_content(format: str | None, text: str) -> None:
     assert parsed([text], format) == joined([Content(text)])
 
@@ -148,12 +151,15 @@ def test_special_tokens_never_become_content() -> None:
         assert parsed(pieces, "mistral", hidden=hidden).content == "x1"
 
 
-@pytest.mark.parametrize("text", [
-    'Hi\n\n<｜DSML｜ctills>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="',
-    'Hi <｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true"x',
-    'Hi <｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Hi\n\n<｜DSML｜ctills>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="',
+        'Hi <｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true"x',
+        'Hi <｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
         "</｜DSML｜invoke>",
-])  # fmt: skip
+    ],
+)
 def test_a_special_token_within_a_longer_marker_waits_for_the_rest(text: str) -> None:
     special = "｜DSML｜"
     pieces = [piece for part in text.split(special) for piece in (*part, special)][:-1]
@@ -161,29 +167,54 @@ def test_a_special_token_within_a_longer_marker_waits_for_the_rest(text: str) ->
     assert parsed(pieces, "deepseek_v32", hidden={special}) == parsed([text], "deepseek_v32", hidden={special})
 
 
-@pytest.mark.parametrize(("format", "text", "name", "arguments", "content"), [
-    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "Par', "add", '{"a": "Par', ""),
-    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call> sorry', "add", '{"a": 1', "sorry"),
-    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nPar\n",
-        "get_weather", '{"days": 3, "city": "Par\\n', ""),
-    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n/function>\n</tool_call>", "add",
-        '{"a": 1}', "/function>\n</tool_call>"),
-    ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", "add", '{"a": 1}', ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("format", "text", "name", "arguments", "content"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "Par', "add", '{"a": "Par', ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call> sorry', "add", '{"a": 1', "sorry"),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nPar\n",
+            "get_weather",
+            '{"days": 3, "city": "Par\\n',
+            "",
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n/function>\n</tool_call>",
+            "add",
+            '{"a": 1}',
+            "/function>\n</tool_call>",
+        ),
+        ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", "add", '{"a": 1}', ""),
+    ],
+)
 def test_a_broken_call_keeps_what_came_of_it(format: str, text: str, name: str, arguments: str, content: str) -> None:
     assert parsed([text], format) == Joined(content, calls=[(name, arguments)])
 
 
-@pytest.mark.parametrize(("format", "text"), [
-    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n"
-        "<parameter=zip>\nx\n</parameter>\n</function>\n</tool_call>"),
-    ("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>zip</arg_key>\n"
-        "<arg_value>x</arg_value>\n</tool_call>"),
-    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
-        '<｜DSML｜parameter name="city" string="true">{}</｜DSML｜parameter>\n'
-        '<｜DSML｜parameter name="zip" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-        "</｜DSML｜function_calls>"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n"
+            "<parameter=zip>\nx\n</parameter>\n</function>\n</tool_call>",
+        ),
+        (
+            "glm45",
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>zip</arg_key>\n"
+            "<arg_value>x</arg_value>\n</tool_call>",
+        ),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+            '<｜DSML｜parameter name="city" string="true">{}</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="zip" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+            "</｜DSML｜function_calls>",
+        ),
+    ],
+)
 def test_a_string_may_quote_the_tag_that_closes_it(format: str, text: str) -> None:
     for closing in ("</parameter>", "</arg_value>", "</｜DSML｜parameter>", "\n</parameter>\n\n"):
         city = f"a {closing} b{closing}</x>\n{closing}\n\nc"
@@ -195,22 +226,25 @@ def test_a_string_may_quote_the_tag_that_closes_it(format: str, text: str) -> No
         assert json.loads(parsed([unknown], format).calls[0][1]) == {"not_in_its_schema": city, "zip": "x"}
 
 
-@pytest.mark.parametrize(("schema", "text", "value"), [
-    ({"type": "string"}, "12", "12"),
-    ({"enum": ["1", "2"]}, "1", "1"),
-    ({"type": ["string", "null"]}, "null", None),
-    ({"type": ["string", "null"]}, "12", "12"),
-    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12", 12),
-    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, '"a"', "a"),
-    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "True", "True"),
-    ({"type": ["string", "number"]}, "12", 12),
-    ({"anyOf": [{"type": "string"}, {}]}, "12", 12),
-    ({"type": "boolean"}, "True", True),
-    ({"type": "integer"}, "twelve", "twelve"),
-    ({"type": "object"}, "NaN", "NaN"),
-    ({"type": 5}, "[1]", [1]),
-    (True, "[1]", [1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12", 12),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, '"a"', "a"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "True", "True"),
+        ({"type": ["string", "number"]}, "12", 12),
+        ({"anyOf": [{"type": "string"}, {}]}, "12", 12),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "integer"}, "twelve", "twelve"),
+        ({"type": "object"}, "NaN", "NaN"),
+        ({"type": 5}, "[1]", [1]),
+        (True, "[1]", [1]),
+    ],
+)
 def test_values_in_tags_are_typed_by_the_schema(schema: Any, text: str, value: Any) -> None:
     tools = {"f": {"type": "object", "properties": {"x": schema}}}
     one = AnswerParser(TOOL_FORMATS["qwen3_coder"], None, tools=tools)
@@ -249,19 +283,22 @@ def test_strings_in_tags_are_streamed_as_they_come() -> None:
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
-@pytest.mark.parametrize(("text", "calls"), [
-    (f"<think>I call.\n{CALL}\n", ["add"]),
-    (f"<think>I call.\n{CALL}\n{CALL}", ["add", "add"]),
-    (f"<think>{CALL}</think>\n\n", ["add"]),
-    (f"<think>{CALL[:-12]}", ["add"]),  # without its end
-    (f"<think>First {CALL}, then\n{CALL}", ["add"]),
-    (f"<think>{CALL} is a draft.", []),
-    (f"<think>{CALL}</think>It is 1.", []),
-    (f"<think>Either {CALL}</think>{CALL.replace('add', 'now')}", ["now"]),
-    (f"<think>{CALL[:-20]}", []),  # cut
-    (f"<think>{CALL.replace('add', 'unknown')}", []),
-    ("<think><tool_call>", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"<think>I call.\n{CALL}\n", ["add"]),
+        (f"<think>I call.\n{CALL}\n{CALL}", ["add", "add"]),
+        (f"<think>{CALL}</think>\n\n", ["add"]),
+        (f"<think>{CALL[:-12]}", ["add"]),  # without its end
+        (f"<think>First {CALL}, then\n{CALL}", ["add"]),
+        (f"<think>{CALL} is a draft.", []),
+        (f"<think>{CALL}</think>It is 1.", []),
+        (f"<think>Either {CALL}</think>{CALL.replace('add', 'now')}", ["now"]),
+        (f"<think>{CALL[:-20]}", []),  # cut
+        (f"<think>{CALL.replace('add', 'unknown')}", []),
+        ("<think><tool_call>", []),
+    ],
+)
 def test_calls_at_the_end_of_the_reasoning_count_if_nothing_follows_it(text: str, calls: list[str]) -> None:
     answer = parsed([text], "hermes", "think")
     assert [name for name, _ in answer.calls] == calls

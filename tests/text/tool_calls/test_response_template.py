@@ -17,10 +17,18 @@ from tests.text.tool_calls.test_parser import FRAGMENTS, cut
 HERMES: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
-    "fields": {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
-        "transform": {"type": "function", "function": "{content}"}}, "content": {"content": "text"}},
-}  # fmt: skip
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}
 PROMPT = "<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -43,12 +51,19 @@ def test_an_answer_is_split_as_the_template_says() -> None:
     assert split(["Yes"], prompt_end="the anchor is <think> further ahead") == Joined("Yes")
 
 
-@pytest.mark.parametrize("text", [
-    '<tool_call>{"name": "f"', "a <tool_call>{bad}</tool_call> b", "<tool_call>[1]</tool_call>",
-    '<tool_call>{"name": "a b"}</tool_call>', '<tool_call>{"name": 5}</tool_call>',
-    '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>',
-    "<tool_call>" + "[" * 100_000 + "</tool_call>",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "f"',
+        "a <tool_call>{bad}</tool_call> b",
+        "<tool_call>[1]</tool_call>",
+        '<tool_call>{"name": "a b"}</tool_call>',
+        '<tool_call>{"name": 5}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "\\ud800"}</tool_call>',
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+    ],
+)
 def test_what_is_no_call_is_content(text: str) -> None:
     assert split([text]) == split(text) == joined([Content(text)])
 
