@@ -169,6 +169,18 @@ def finish(acc, top, total):
     return acc * inverse[:, None], (top + tl.log2(total)) / LOG2_E
 
 
+@triton.jit
+def begin_sums(sinks, heads, is_row, is_parallel, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """(largest scores in log2 [ROWS], sums of weights [ROWS]) of rows that have seen nothing but their sinks."""
+    top = tl.full([ROWS], MINUS_INFINITY, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:  # a sink is one more score that every row sees, of a key whose value is zero
+        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        top = tl.where(is_parallel, top, sink)  # `merge_splits` adds it
+        total = tl.where(is_parallel, total, 1.0)
+    return top, total
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "parallel_tokens"])
 def attend(
     out,  # [T, num_heads, HEAD_DIM]
@@ -227,12 +239,7 @@ def attend(
     is_row = rows < num_tokens * GROUP
     tokens, heads = rows // GROUP, kv_head * GROUP + rows % GROUP
     positions = first_position + tokens
-    top = tl.full([ROWS], MINUS_INFINITY, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:  # a sink is one more score that every row sees, of a key whose value is zero
-        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-        top = tl.where(is_parallel, top, sink)  # `merge_splits` adds it
-        total = tl.where(is_parallel, total, 1.0)
+    top, total = begin_sums(sinks, heads, is_row, is_parallel, ROWS, HAS_SINKS)
 
     at = (query_start + tokens).to(tl.int64)
     q = load_rows(query + at * query_token_stride + heads * query_head_stride, is_row, HEAD_DIM, DIM)
