@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 
 import torch
@@ -31,16 +32,18 @@ class _WeightMemory:
     _SLAB_BYTES, _ALIGNMENT = 64 << 20, 64
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # several engines of a process may load at once
         self._slab = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
 
     def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A tensor [num_elements] that does not share memory with another one."""
         num_bytes = num_elements * dtype.itemsize
-        if num_bytes > len(self._slab):
-            self._slab = torch.frombuffer(large_pages.allocate(max(num_bytes, self._SLAB_BYTES)), dtype=torch.uint8)
-        taken = self._slab[:num_bytes].view(dtype)
-        self._slab = self._slab[-(-num_bytes // self._ALIGNMENT) * self._ALIGNMENT :]
-        return taken
+        with self._lock:
+            if num_bytes > len(self._slab):
+                self._slab = torch.frombuffer(large_pages.allocate(max(num_bytes, self._SLAB_BYTES)), dtype=torch.uint8)
+            taken = self._slab[:num_bytes]
+            self._slab = self._slab[-(-num_bytes // self._ALIGNMENT) * self._ALIGNMENT :]
+        return taken.view(dtype)
 
 
 _memory = _WeightMemory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engine.cpu.kinds import VARIABLE, kernel_kind, kernel_kinds, kernels_of
-from tandem.engine.cpu.matmul import PackedWeight, quantize
+from tandem.engine.cpu.matmul import PackedWeight, _WeightMemory, quantize
 from tandem.protocol.errors import ConfigError
 
 SHAPES = [(1, 1), (3, 5), (33, 31), (96, 64), (960, 576), (576, 1536), (49, 1536), (40, 2049)]  # N, K
@@ -134,3 +135,19 @@ def test_a_row_of_an_int8_product_depends_on_that_row_alone(cpu_dtype: torch.dty
 def test_a_weight_of_zeros_has_an_int8_form() -> None:
     packed = PackedWeight(torch.zeros(3, 8), is_int8=True)
     assert torch.equal(packed.multiply(torch.ones(2, 8)), torch.zeros(2, 3))
+
+
+def test_weights_of_engines_that_load_at_once_share_no_memory() -> None:
+    weights = [torch.full((64, 64), float(i)) for i in range(64)]
+    with ThreadPoolExecutor(8) as threads:
+        packed = list(threads.map(PackedWeight, weights))
+    assert all((one.packed == weight[0, 0]).all() for one, weight in zip(packed, weights, strict=True))
+
+
+def test_weights_larger_than_a_slab_have_one_of_their_own() -> None:
+    memory = _WeightMemory()
+    small, large, next_small = (memory.take(num, torch.uint8) for num in (100, (64 << 20) + 1, 100))
+    assert [len(one) for one in (small, large, next_small)] == [100, (64 << 20) + 1, 100]
+    begins = sorted((one.data_ptr(), one.data_ptr() + len(one)) for one in (small, large, next_small))
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(begins))
+    assert all(begin % 64 == 0 for begin, _ in begins)
