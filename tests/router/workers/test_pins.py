@@ -128,6 +128,14 @@ def test_pins_follow_their_own_conversation_as_far_as_the_quota_goes() -> None:
     ledger.check_integrity()
 
 
+def test_blocks_of_another_pin_take_no_room_of_a_turn() -> None:
+    ledger = make_ledger()
+    add(ledger, "a", 1, conversation_id="x", tenant="t")
+    add(ledger, "b", 1, 2, conversation_id="y", tenant="t")
+    (changed,) = ledger.follow(T, "x", digests(1, 2, 3, 4, 5), max_blocks=4, now=0.0)
+    assert changed.digests == tuple(digests(1, 2, 3, 4))
+
+
 class PinLedgerMachine(RuleBasedStateMachine):
     """After any sequence of operations the quotas hold, and the live pins are those that were added and not ended."""
 
