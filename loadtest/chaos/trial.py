@@ -49,7 +49,7 @@ class ChaosRun:
     silences_s: list[float] = field(default_factory=list)  # the longest of each request
     events: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)  # operations that a rule was against, by kind
-    broken: list[str] = field(default_factory=list)  # operations that did not end as they should
+    broken: list[str] = field(default_factory=list)  # events that could not be done or did not end as they should
     held: Json = field(default_factory=dict)  # by workers that should be idle
     unrest: str = ""  # what the server lacks long after the last event
     num_tracebacks: int = 0  # in the server's log
@@ -225,7 +225,7 @@ class _Trial:
         except OperationRefused as exc:
             self.run.refused[event.kind] += 1
             self._tell(f"{event.kind} was left out: {exc}")
-        except OperationFailed as exc:
+        except (OperationFailed, httpx.TransportError) as exc:  # or nothing answers at the server's address
             self.run.broken.append(f"{event.kind}: {exc}")
             self._tell(f"FAILED {self.run.broken[-1]}")
         else:

@@ -179,6 +179,19 @@ async def test_what_happens_to_workers_is_done_and_undone(
     assert result.num_requests.total() == len(result.silences_s) > 3
 
 
+async def test_a_server_that_takes_no_connection_is_lost_and_the_trial_goes_on() -> None:
+    class Away(FakeServer):
+        def answer(self, request: httpx.Request) -> httpx.Response:
+            num_asked = self.moves["num_asked"] = self.moves.get("num_asked", 0) + (request.url.path == "/v1/pools")
+            if request.url.path == "/v1/pools" and num_asked == 2:  # after the first look at the workers
+                raise httpx.ConnectError("All connection attempts failed")
+            return super().answer(request)
+
+    result = await run(Away([]), [ChaosEvent(0.0, kind, 0.0) for kind in ("kill", "kill")], duration_s=0.0)
+    assert result.broken == ["kill: All connection attempts failed"]
+    assert len(result.lost) == 1
+
+
 async def test_the_last_worker_that_runs_is_left_alone(processes: list[subprocess.Popen[bytes]]) -> None:
     server = FakeServer([child.pid for child in processes])
     planned = [("kill", 0.1), ("stop-0.2", 0.9), ("kill", 0.5), ("kill", 0.9)]
