@@ -248,7 +248,7 @@ def _show(run: ChaosRun, console: Console) -> None:
     facts.add_row(
         "moves by cause", ", ".join(f"{cause} {count:g}" for cause, count in sorted(run.moves.items())) or "none"
     )
-    facts.add_row("operations that did not end as they should", str(len(run.broken)))
+    facts.add_row("events that could not be done or did not end as they should", str(len(run.broken)))
     facts.add_row("tracebacks in the server's log", str(run.num_tracebacks))
     facts.add_row("workers that hold what nobody uses", str(sum(map(bool, run.held.values()))))
     console.print(facts)

@@ -58,7 +58,7 @@ class ChaosRun:
     @property
     def lost(self) -> list[str]:
         """What must not be."""
-        told = {"requests failed": self.failed, "answers differ": self.wrong, "operations went wrong": self.broken}
+        told = {"requests failed": self.failed, "answers differ": self.wrong, "events went wrong": self.broken}
         lost = [f"{len(what)} {words}, the first: {what[0]}" for words, what in told.items() if what]
         lost += [f"{worker} holds what nobody uses: {what}" for worker, what in self.held.items() if what]
         lost += [f"{self.num_tracebacks} tracebacks are in the server's log"] if self.num_tracebacks else []

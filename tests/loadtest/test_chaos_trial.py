@@ -359,7 +359,7 @@ async def test_an_operation_against_a_rule_is_left_out_and_a_failure_a_loss(
     assert not result.events
     assert result.refused == ({} if is_lost else {kind: 1})
     assert bool(result.lost) == is_lost
-    assert not is_lost or re.search(f"1 operations went wrong, the first: {kind}: .*HTTP 500", result.lost[0])
+    assert not is_lost or re.search(f"1 events went wrong, the first: {kind}: .*HTTP 500", result.lost[0])
 
 
 async def test_an_endless_departure_is_a_loss(
@@ -373,7 +373,7 @@ async def test_an_endless_departure_is_a_loss(
 
     monkeypatch.setattr(operations, "_END_S", 0.3)
     result = await run(Stuck([child.pid for child in processes]), [ChaosEvent(0.0, "restart", 0.0)], duration_s=0.0)
-    assert re.search("1 operations went wrong, the first: restart: nothing of back_after_s", result.lost[0])
+    assert re.search("1 events went wrong, the first: restart: nothing of back_after_s", result.lost[0])
 
 
 @pytest.mark.parametrize("kind", ["kill", "restart", "terminate"])
