@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.runtime import large_pages
 
@@ -22,15 +25,17 @@ def test_memory_is_zeroed_and_can_be_written() -> None:
     assert memory[-1] == 7
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no large pages")
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no large pages")
 def test_memory_asks_for_large_pages() -> None:
     memory = large_pages.allocate(64 << 20)
-    with open("/proc/self/smaps") as file:
-        regions = file.read().split("\nVmFlags: ")
-    sizes = [int(line.split()[1]) for region in regions for line in region.splitlines() if line.startswith("Size:")]
-    flags = [region.splitlines()[0].split() for region in regions[1:]]
-    assert any(size >= 64 << 10 and "hg" in names for size, names in zip(sizes, flags, strict=False))
-    memory.close()
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    flags: dict[range, list[str]] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            region = range(int(found[1], 16), int(found[2], 16))
+        elif line.startswith("VmFlags:"):
+            flags[region] = line.split()
+    assert ["hg" in names for region, names in flags.items() if address in region] == [True]
 
 
 def test_an_old_kernel_gives_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
