@@ -4,10 +4,6 @@
 
 #include "attention.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 namespace {
 
 constexpr int ROWS = 4; // query rows of one micro-kernel call
@@ -58,9 +54,12 @@ template <typename T> struct FloatFormat {
     load_row(odd, to + dim, n);
   }
   static void store_key_words(vfloat words, float *to) { // of the tile's transposed keys
-    if (sizeof(T) == sizeof(float)) return store(to, words);
-    store(to, reinterpret_cast<vfloat>(reinterpret_cast<vword>(words) << 16));
-    store(to + KEYS, reinterpret_cast<vfloat>(reinterpret_cast<vword>(words) & 0xffff0000u));
+    if constexpr (sizeof(T) == sizeof(float)) {
+      store(to, words);
+    } else {
+      store(to, reinterpret_cast<vfloat>(reinterpret_cast<vword>(words) << 16));
+      store(to + KEYS, reinterpret_cast<vfloat>(reinterpret_cast<vword>(words) & 0xffff0000u));
+    }
   }
   static void pack_weights(float *) {}
   static void store_weights(vfloat even, vfloat odd, float *to) {
@@ -107,7 +106,7 @@ template <typename Format> inline vfloat weight_of(vfloat score, vfloat factor, 
   return exp2_nonpositive<sizeof(typename Format::Element) == sizeof(float)>(exponent(score, factor, base));
 }
 
-// Keys as words [KEYS, dim / PER_WORD], and those of the `next` tile on their way. The same goes for the functions below.
+// Keys as words [KEYS, dim / PER_WORD]. This, `load_keys_t` and `load_values` fetch the rows of the `next` tile meanwhile.
 template <typename Format, typename T = typename Format::Element>
 void load_keys(const TileRows<T> &rows, const TileRows<T> &next, int head_dim, int dim, float *words) {
   const int num_words = dim / Format::PER_WORD;
@@ -118,7 +117,7 @@ void load_keys(const TileRows<T> &rows, const TileRows<T> &next, int head_dim, i
   }
 }
 
-// Elements [d, d + num) of sixteen keys as words, of which each holds one key's.
+// A vector of elements from `d` on of each of sixteen keys, of which `num` are left from there; zeros behind them.
 template <typename T> inline void load_square(const T *const *keys, int d, int num, vfloat (&square)[LANES]) {
   constexpr int WIDTH = sizeof(vfloat) / sizeof(T);
   if (num < WIDTH) std::memset(square, 0, sizeof square);

@@ -9,10 +9,6 @@
 #include "kernels.h"
 #include "tiles.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 namespace {
 
 constexpr int PANELS = 2;                // panels of one micro-kernel; a panel is LANES columns
@@ -69,9 +65,9 @@ class Ahead {
 public:
   Ahead(const void *panels, int64_t panel_bytes) : at_(static_cast<const char *>(panels)), panel_bytes_(panel_bytes) {}
 
-  // The next `num_steps` steps are for `num_rows` of all rows, and bring as large a share of the panels.
+  // From now on `num_steps` steps are for `num_rows` of all rows, and bring as large a share of the panels.
   void begin_pass(int64_t num_steps, int64_t num_rows, int64_t num_all) {
-    stride_ = panel_bytes_ * num_rows / (num_steps * num_all);
+    stride_ = panel_bytes_ * num_rows / std::max<int64_t>(num_steps * num_all, 1); // a depth of 0 has no steps
   }
 
   void step() {
