@@ -13,9 +13,12 @@ import mmap
 def allocate(num_bytes: int) -> mmap.mmap:
     """Zeroed memory of this process, which is taken page by page as it is first used.
 
-    Raises OSError if the system refuses so much.
+    Raises MemoryError if the system refuses so much.
     """
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as exc:
+        raise MemoryError(f"the system refuses {num_bytes} bytes of memory: {exc}") from exc
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

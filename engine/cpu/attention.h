@@ -133,15 +133,15 @@ template <typename T> struct TileRows {
     }
     for (int64_t j = std::max<int64_t>(num_keys, 0); j < KEYS; ++j) keys[j] = values[j] = zeros;
   }
-
-  // Brings sixteen rows towards the caches. Without it each block of a head is a jump that no hardware predicts. Called
-  // between other work: a core has room for some requests only, and waits when they are used up.
-  static void prefetch(const T *const *rows, int64_t dim) {
-    constexpr int64_t LINE = 64 / sizeof(T);
-    for (int i = 0; i < LANES; ++i)
-      for (int64_t d = 0; d < dim; d += LINE) __builtin_prefetch(rows[i] + d, 0, 2);
-  }
 };
+
+// Brings sixteen rows towards the caches. Without it each block of a head is a jump that no hardware predicts. Called
+// between other work: a core has room for some requests only, and waits when they are used up.
+template <typename T> inline void prefetch_rows(const T *const *rows, int64_t dim) {
+  constexpr int64_t LINE = 64 / sizeof(T);
+  for (int i = 0; i < LANES; ++i)
+    for (int64_t d = 0; d < dim; d += LINE) __builtin_prefetch(rows[i] + d, 0, 2);
+}
 
 // Turns the rows of a LANES x LANES square of 32-bit words into columns.
 inline void transpose(vfloat (&r)[LANES]) {

@@ -112,7 +112,7 @@ void load_keys(const TileRows<T> &rows, const TileRows<T> &next, int head_dim, i
   const int num_words = dim / Format::PER_WORD;
   if (head_dim < dim) std::fill_n(words, KEYS * num_words, 0.0f);
   for (int j = 0; j < KEYS; ++j) {
-    if (j % LANES == 0) next.prefetch(next.keys + j, head_dim);
+    if (j % LANES == 0) prefetch_rows(next.keys + j, head_dim);
     Format::load_row(rows.keys[j], words + j * num_words, head_dim);
   }
 }
@@ -135,7 +135,7 @@ void load_keys_t(const TileRows<T> &rows, const TileRows<T> &next, int num_keys,
   constexpr int WIDTH = sizeof(vfloat) / sizeof(T);
   int j = 0;
   for (; j < num_keys; j += LANES) {
-    next.prefetch(next.keys + j, head_dim);
+    prefetch_rows(next.keys + j, head_dim);
     for (int d = 0; d < dim; d += WIDTH) {
       vfloat square[LANES];
       load_square(rows.keys + j, d, head_dim - d, square);
@@ -154,7 +154,7 @@ void load_values(const TileRows<T> &rows, const TileRows<T> &next, int padded_ke
   constexpr int P = Format::PER_WORD;
   if (head_dim < dim) std::fill_n(words, padded_keys / P * dim, 0.0f);
   for (int j = 0; j < padded_keys; j += 2) {
-    if (j % LANES == 0) next.prefetch(next.values + j, head_dim);
+    if (j % LANES == 0) prefetch_rows(next.values + j, head_dim);
     Format::load_values(rows.values[j], rows.values[j + 1], words + j / P * dim, head_dim, dim);
   }
 }

@@ -24,17 +24,22 @@ constexpr int64_t OWN_BYTES = 16 << 10;  // rows that each thread prepares for i
 
 inline int64_t padded_depth(int64_t depth) { return round_up(depth, PAIR_UNIT); }
 
-template <typename T> inline void store_row(const Product &p, int64_t row, int64_t column, const float *sums) {
+// A function of its own, never inlined: where the compiler sees what is added to a product next, it rounds once or twice
+// as it likes, and a row's bits would depend on the micro-kernel.
+__attribute__((noinline)) void scale(float *sums, const float *scales, int64_t num_columns) {
+  for (int64_t i = 0; i < num_columns; ++i) sums[i] *= scales[i];
+}
+
+template <typename T> inline void store_row(const Product &p, int64_t row, int64_t column, float *sums) {
   int64_t n = std::min<int64_t>(COLUMNS, p.num_columns - column);
+  if (p.scales != nullptr) scale(sums, p.scales + column, n);
   T *to = static_cast<T *>(p.out) + row * p.num_columns + column;
-  const float *scales = p.scales == nullptr ? nullptr : p.scales + column;
   const T *bias = p.bias == nullptr ? nullptr : static_cast<const T *>(p.bias) + column;
   const T *residual =
       p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + row * p.num_columns + column;
   if (n == COLUMNS) {
     for (int v = 0; v < PANELS; ++v) {
       vfloat sum = load(sums + v * LANES);
-      if (scales != nullptr) sum *= load(scales + v * LANES);
       if (bias != nullptr) sum += load_lanes(bias + v * LANES);
       if (residual != nullptr) sum = load_lanes(residual + v * LANES) + round_to<T>(sum);
       store_lanes(to + v * LANES, sum);
@@ -42,7 +47,7 @@ template <typename T> inline void store_row(const Product &p, int64_t row, int64
     return;
   }
   for (int64_t i = 0; i < n; ++i) {
-    float sum = scales == nullptr ? sums[i] : sums[i] * scales[i];
+    float sum = sums[i];
     if (bias != nullptr) sum += to_float(bias[i]);
     T rounded;
     from_float(sum, &rounded);
@@ -61,9 +66,9 @@ struct Block {
 
 // Brings the pair of panels that a thread multiplies next towards its cache, some of it with each step of this pair. A core
 // has room for few requests: it goes on computing only as long as they are spread.
-class Ahead {
+class Prefetcher {
 public:
-  Ahead(const void *panels, int64_t panel_bytes) : at_(static_cast<const char *>(panels)), panel_bytes_(panel_bytes) {}
+  Prefetcher(const void *panels, int64_t panel_bytes) : at_(static_cast<const char *>(panels)), panel_bytes_(panel_bytes) {}
 
   // From now on `num_steps` steps are for `num_rows` of all rows, and bring as large a share of the panels.
   void begin_pass(int64_t num_steps, int64_t num_rows, int64_t num_all) {
@@ -105,9 +110,9 @@ template <typename T> struct Vectors {
   }
   template <int ROWS, typename W>
   static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS],
-                       Ahead &ahead) {
+                       Prefetcher &prefetcher) {
     for (int64_t k = 0; k < depth; k += 2) {
-      ahead.step();
+      prefetcher.step();
       vfloat w[PANELS][2];
       for (int v = 0; v < PANELS; ++v) load_pair(panel + v * depth * LANES, k, w[v]);
       for (int i = 0; i < 2; ++i)
@@ -175,9 +180,9 @@ struct Pairs {
   }
   template <int ROWS, typename W>
   static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS],
-                       Ahead &ahead) {
+                       Prefetcher &prefetcher) {
     for (int64_t k = 0; k < depth; k += 2) {
-      ahead.step();
+      prefetcher.step();
       __m512bh w[PANELS];
       load_pairs(panel, panel + depth * LANES, k, w);
       for (int r = 0; r < ROWS; ++r) {
@@ -215,14 +220,14 @@ private:
   template <typename W> static void multiply_by(const Product &p, const Prepared *x, const Block &block) {
     const int64_t depth = padded_depth(p.depth);
     const W *weight = static_cast<const W *>(p.weight), *panel = weight + block.column * depth;
-    Ahead ahead(weight + block.next_column * depth, depth * LANES * static_cast<int64_t>(sizeof(W)));
+    Prefetcher prefetcher(weight + block.next_column * depth, depth * LANES * static_cast<int64_t>(sizeof(W)));
     int64_t r = block.first;
     const auto run = [&](auto rows) {
       constexpr int ROWS = decltype(rows)::value;
       if (r + ROWS > block.last) return;
-      ahead.begin_pass(depth / 2, ROWS, block.num_rows());
+      prefetcher.begin_pass(depth / 2, ROWS, block.num_rows());
       for (; r + ROWS <= block.last; r += ROWS)
-        some_rows<ROWS>(p, x + r * depth, panel, block.base + r, block.column, ahead);
+        some_rows<ROWS>(p, x + r * depth, panel, block.base + r, block.column, prefetcher);
     };
     if constexpr (MOST == 12) {
       run(std::integral_constant<int, 12>());
@@ -235,9 +240,9 @@ private:
 
   template <int ROWS, typename W>
   static void some_rows(const Product &p, const Prepared *rows, const W *panel, int64_t row, int64_t column,
-                        Ahead &ahead) {
+                        Prefetcher &prefetcher) {
     vfloat sums[ROWS][PANELS] = {};
-    Format::template multiply<ROWS>(rows, panel, padded_depth(p.depth), sums, ahead);
+    Format::template multiply<ROWS>(rows, panel, padded_depth(p.depth), sums, prefetcher);
     for (int r = 0; r < ROWS; ++r) {
       float line[COLUMNS];
       for (int v = 0; v < PANELS; ++v) store(line + v * LANES, sums[r][v]);
@@ -294,7 +299,7 @@ private:
     const int64_t depth = padded_depth(p.depth), num_steps = depth / PAIR_UNIT;
     const W *weight = static_cast<const W *>(p.weight);
     const W *left = weight + block.column * depth, *right = left + LANES * depth;
-    Ahead ahead(weight + block.next_column * depth, depth * LANES * static_cast<int64_t>(sizeof(W)));
+    Prefetcher prefetcher(weight + block.next_column * depth, depth * LANES * static_cast<int64_t>(sizeof(W)));
     alignas(64) T room[PANELS][TILE_ELEMENTS];
     alignas(64) float sums[2 * TILE * COLUMNS];
     int configured = 0;
@@ -303,7 +308,7 @@ private:
       int upper = std::min(num_rows, TILE), lower = num_rows - upper;
       if (num_rows != configured) configure_tiles(upper, lower);
       configured = num_rows;
-      ahead.begin_pass(num_steps, num_rows, block.num_rows());
+      prefetcher.begin_pass(num_steps, num_rows, block.num_rows());
       const T *a = x + row * depth, *b = a + TILE * depth;
       _tile_zero(0);
       _tile_zero(1);
@@ -311,7 +316,7 @@ private:
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t k = 0; k < num_steps * TILE_ELEMENTS; k += TILE_ELEMENTS) {
-          ahead.step();
+          prefetcher.step();
           _tile_loadd(4, a + k, 64);
           load_tiles(left, right, k / TILE, room);
           _tile_loadd(5, b + k, 64);
@@ -324,7 +329,7 @@ private:
         _tile_stored(3, sums + TILE * COLUMNS + LANES, COLUMNS * sizeof(float));
       } else {
         for (int64_t k = 0; k < num_steps * TILE_ELEMENTS; k += TILE_ELEMENTS) {
-          ahead.step();
+          prefetcher.step();
           _tile_loadd(4, a + k, 64);
           load_tiles(left, right, k / TILE, room);
           _tile_dpbf16ps(0, 4, 6);

@@ -18,7 +18,10 @@ _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 @cache
 def _kernels() -> ctypes.CDLL:
-    kernels = load_kernels()
+    return _declared(load_kernels())
+
+
+def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.tandem_matmul_packed_elements.argtypes = (_INT64, _INT64)
     kernels.tandem_matmul_packed_elements.restype = _INT64
     kernels.tandem_matmul_pack.argtypes = (_INT, _POINTER, _POINTER, _INT64, _INT64, _INT, _INT)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import mmap
+import platform
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tandem.engine.cpu import library, matmul
 from tandem.engine.cpu.kinds import VARIABLE, kernel_kind, kernel_kinds, kernels_of
 from tandem.engine.cpu.matmul import PackedWeight, _WeightMemory, quantize
 from tandem.protocol.errors import ConfigError
+from tandem.runtime import large_pages
 
 SHAPES = [(1, 1), (3, 5), (33, 31), (96, 64), (960, 576), (576, 1536), (49, 1536), (40, 2049)]  # N, K
 
@@ -137,11 +143,37 @@ def test_a_weight_of_zeros_has_an_int8_form() -> None:
     assert torch.equal(packed.multiply(torch.ones(2, 8)), torch.zeros(2, 3))
 
 
-def test_weights_of_engines_that_load_at_once_share_no_memory() -> None:
-    weights = [torch.full((64, 64), float(i)) for i in range(64)]
-    with ThreadPoolExecutor(8) as threads:
-        packed = list(threads.map(PackedWeight, weights))
-    assert all((one.packed == weight[0, 0]).all() for one, weight in zip(packed, weights, strict=True))
+def test_weights_of_engines_that_load_at_once_share_a_slab_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, allocate, both = _WeightMemory(), large_pages.allocate, threading.Barrier(2)
+
+    def allocate_together(num_bytes: int) -> mmap.mmap:
+        with contextlib.suppress(threading.BrokenBarrierError):  # the one that holds the lock waits in vain
+            both.wait(0.5)
+        return allocate(num_bytes)
+
+    monkeypatch.setattr(large_pages, "allocate", allocate_together)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = sorted(one.data_ptr() for one in threads.map(lambda _: memory.take(64, torch.uint8), range(2)))
+    assert second - first == 64
+
+
+@pytest.mark.cluster  # compiles the kernels
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is x86's")
+def test_rows_of_int8_products_depend_on_themselves_alone_with_avx2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two accumulators a row and no masks: the compiler rounds where it would not with AVX-512.
+    flags = ["-march=x86-64-v3" if flag == "-march=native" else flag for flag in library._FLAGS]
+    monkeypatch.setattr(library, "_FLAGS", (*flags, "-w"))
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        matmul, "_kernels", lambda kernels=matmul._declared(library.load_kernels.__wrapped__()): kernels
+    )
+    x, weight, bias = make_operands((100, 33), 300, torch.float32)
+    packed = PackedWeight(weight, is_int8=True)
+    whole = packed.multiply(x, bias)
+    for size in (1, 2, 3, 20):
+        assert torch.equal(packed.multiply(x[:size], bias), whole[:size]), f"{size} rows"
 
 
 def test_weights_larger_than_a_slab_have_one_of_their_own() -> None:
