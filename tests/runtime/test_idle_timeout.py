@@ -2,33 +2,54 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
+from collections.abc import AsyncIterator
 
 import pytest
 
 from tandem.runtime.idle_timeout import CHECKS, LATE_SHARE, IdleClock, IdleTimeout, answered_in_time
-from tests.support.waiting import eventually
+from tests.support.event_loop import iteration
 
 
-async def test_many_short_waits_do_not_time_out() -> None:
+class LoopClock:
+    """The event loop's time, which stands still unless the test moves it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: self.now_s)
+
+    async def move(self, seconds: float) -> None:
+        """Let time pass at once, as where the loop stands still; then let the loop do what is due."""
+        self.now_s += seconds
+        for _ in range(5):
+            await iteration()
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LoopClock]:
+    with monkeypatch.context() as patch:
+        yield LoopClock(patch)
+
+
+async def test_many_short_waits_do_not_time_out(clock: LoopClock) -> None:
     told: list[str] = []
-    loop = asyncio.get_running_loop()
-    watch = IdleTimeout(0.05, lambda: told.append("silent"))
-    end_s = loop.time() + 0.25
-    while loop.time() < end_s:
+    watch = IdleTimeout(0.5, lambda: told.append("silent"))
+    for _ in range(100):
         watch.begin()
-        await asyncio.sleep(0)
+        await clock.move(0.1)
         watch.end()
+    for _ in range(20):  # nobody waits any more
+        await clock.move(0.1)
     watch.close()
     assert told == []
 
 
-async def test_without_a_wait_nothing_times_out() -> None:
+async def test_without_a_wait_nothing_times_out(clock: LoopClock) -> None:
     told: list[str] = []
-    watch = IdleTimeout(0.01, lambda: told.append("silent"))
-    other = IdleTimeout(0.05, lambda: told.append("waited"))
+    watch = IdleTimeout(0.5, lambda: told.append("silent"))
+    other = IdleTimeout(0.5, lambda: told.append("waited"))
     other.begin()
-    await eventually(lambda: bool(told))
+    for _ in range(20):
+        await clock.move(0.1)
     watch.close()
     other.close()
     assert told == ["waited"]
@@ -78,32 +99,38 @@ def test_a_little_late_is_on_time() -> None:
     assert clock.idle_s(0.0, 7.0) == pytest.approx(7.0 - 6.01)
 
 
-async def test_an_answer_that_arrived_while_the_loop_stood_still_counts() -> None:
+async def test_an_answer_that_arrived_while_the_loop_stood_still_counts(clock: LoopClock) -> None:
     loop = asyncio.get_running_loop()
     answer = loop.create_future()
-    waiting = asyncio.create_task(answered_in_time(answer, 0.1))
-    await asyncio.sleep(0)
-    loop.call_later(0.25, answer.set_result, None)  # sent meanwhile, read a little later
-    time.sleep(0.2)  # noqa: ASYNC251 - the event loop itself must stand still
+    waiting = asyncio.create_task(answered_in_time(answer, 1.0))
+    await clock.move(0)
+    loop.call_later(2.5, answer.set_result, None)  # sent meanwhile, read a little later
+    await clock.move(2.0)
+    assert not waiting.done()
+    await clock.move(0.5)
     assert await waiting
 
 
-async def test_a_missing_answer_is_noticed_in_time_and_not_before() -> None:
+async def test_a_missing_answer_is_noticed_in_time_and_not_before(clock: LoopClock) -> None:
     answer = asyncio.get_running_loop().create_future()
-    started_s = time.monotonic()
-    assert not await answered_in_time(answer, 0.1)
-    assert time.monotonic() - started_s >= 0.1
+    waiting = asyncio.create_task(answered_in_time(answer, 8.0))
+    await clock.move(0)
+    for _ in range(8):
+        await clock.move(1.0)
+        assert not waiting.done()
+    await clock.move(1.0)
+    assert waiting.done()
+    assert not await waiting
     assert not answer.done()
 
 
-async def test_a_wait_during_which_the_loop_stood_still_starts_again() -> None:
-    told: list[float] = []
-    loop = asyncio.get_running_loop()
-    watch = IdleTimeout(0.1, lambda: told.append(loop.time()))
+async def test_a_wait_during_which_the_loop_stood_still_starts_again(clock: LoopClock) -> None:
+    told: list[str] = []
+    watch = IdleTimeout(1.0, lambda: told.append("silent"))
     watch.begin()
-    await asyncio.sleep(0)
-    time.sleep(0.3)  # noqa: ASYNC251 - the same
-    stood_until_s = loop.time()
-    await eventually(lambda: bool(told))
+    await clock.move(3.0)
+    await clock.move(0.9)
+    assert told == []
+    await clock.move(0.1)
     watch.close()
-    assert told[0] - stood_until_s >= 0.1
+    assert told == ["silent"]
