@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-from concurrent.futures import wait
 
 import pytest
 
@@ -12,9 +11,15 @@ from tandem.runtime.daemon_threads import in_daemon_thread
 
 
 def test_the_future_ends_with_the_call_or_its_exception() -> None:
-    may_end = threading.Event()
-    future = in_daemon_thread(may_end.wait)
-    assert not wait([future], timeout=0.01).done
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def call() -> None:
+        has_begun.set()
+        may_end.wait(60)
+
+    future = in_daemon_thread(call)
+    assert has_begun.wait(60)
+    assert not future.done()
     may_end.set()
     assert future.result(60) is None
     with pytest.raises(ZeroDivisionError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from tandem.worker.loop import Worker
 from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.streams import Pulled
 from tests.support.tiny_llama import VOCAB_SIZE
+from tests.support.waiting import eventually
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # layers, keys and values, tokens, heads, head_dim, float32
@@ -118,6 +118,7 @@ class Cluster:
     sizing: CacheSizing
     workers: dict[str, RunningWorker] = field(default_factory=dict)
     num_requests: int = 0
+    num_tokens: int = 0  # that all clients have received
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def worker(self, worker_id: str) -> Worker:
@@ -144,6 +145,7 @@ class Cluster:
         async with asyncio.timeout(DEADLINE_S), aclosing(Pulled(self.flow.serve(request))) as deltas:
             async for delta in deltas:
                 out += delta.token_ids
+                self.num_tokens += len(delta.token_ids)
                 num_cached = num_cached if delta.num_cached_tokens is None else delta.num_cached_tokens
                 scores = scores or delta.prompt_logprobs
                 loaded = loaded or delta.num_loaded_tokens or {}
@@ -162,10 +164,14 @@ class Cluster:
 
     async def becomes_idle(self, *worker_ids: str) -> None:
         """Every worker's books (or those of the named) say that nothing is held, and so do the router's."""
-        deadline = time.monotonic() + DEADLINE_S
-        while problem := await self._what_is_held(worker_ids or tuple(self.workers)):
-            assert time.monotonic() < deadline, problem
-            await asyncio.sleep(0.01)
+        problem = ""
+
+        async def is_idle() -> bool:
+            nonlocal problem
+            problem = await self._what_is_held(worker_ids or tuple(self.workers))
+            return not problem
+
+        await eventually(is_idle, DEADLINE_S, lambda: problem)
 
     async def _what_is_held(self, worker_ids: tuple[str, ...]) -> str:
         for worker_id in worker_ids:

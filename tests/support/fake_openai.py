@@ -18,6 +18,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from tests.support.waiting import eventually
+
 MODEL = "fake-model"
 
 
@@ -95,8 +97,7 @@ class _Server(uvicorn.Server):
             server.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
-        while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0.002)
+        await eventually(lambda: not (self.server_state.connections or self.server_state.tasks))
 
     def end(self) -> None:
         """From any thread."""

@@ -16,6 +16,7 @@ from zmq.constants import SocketType
 from tandem.router.engines.config import EngineSpec
 from tests.support.engines_harness import spec_of
 from tests.support.fake_openai import FakeServer
+from tests.support.waiting import eventually
 
 IDS = list(range(100, 164))
 
@@ -71,10 +72,13 @@ class Publisher:
 
     async def publish_until(self, condition: Callable[[], Any], *events: Any) -> None:
         """Publish events until they are heard: a SUB socket does not tell when its subscription has arrived."""
-        async with asyncio.timeout(10):
-            while not condition():
+
+        async def is_heard() -> bool:
+            if not (heard := bool(condition())):
                 await self.publish(*events)
-                await asyncio.sleep(0.01)
+            return heard
+
+        await eventually(is_heard)
 
     async def send_raw(self, number: int, payload: bytes) -> None:
         await self._pub.send_multipart([b"kv", number.to_bytes(8, "big"), payload])

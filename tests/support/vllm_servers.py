@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from benchmarks.vllm import CONNECTOR, vllm_command, vllm_environment
 from tandem.cluster.engines.process import pin
 from tandem.cluster.model_store import resolve_model, served_name
 from tandem.runtime.ports import free_ports
+from tests.support.waiting import until
 
 STORY = "Here is what happened on day {}: the boat went out, the wind turned, and nobody on the pier saw it. "
 _HOST = "127.0.0.1"
@@ -117,13 +117,11 @@ def _table(name: str, url: str, model: str, role: str, events: int, replay: int,
 
 
 def _wait_for_all(url: str, count: int) -> None:
-    deadline = time.monotonic() + 30.0
-    while time.monotonic() < deadline:
+    def states() -> list[str]:
         engines = httpx.get(f"{url}/v1/pools", trust_env=False, timeout=5.0).json()["engines"]
-        if sum(engine["state"] == "ready" for engine in engines) == count:
-            return
-        time.sleep(0.1)
-    raise RuntimeError(f"not all engines became ready: {engines}")
+        return [engine["state"] for engine in engines]
+
+    until(lambda: states().count("ready") == count, explain=lambda: f"engines: {states()}")
 
 
 def measure_answers(fleet: Fleet) -> dict[str, Any]:

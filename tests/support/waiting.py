@@ -23,11 +23,13 @@ def until(condition: Callable[[], Any], timeout_s: float = DEADLINE_S, explain: 
         time.sleep(0.02)
 
 
-async def eventually(condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> None:
-    """Wait until the condition, or what it awaits, is true, while the event loop runs. Fails after `timeout_s`."""
+async def eventually(
+    condition: Callable[[], Any], timeout_s: float = DEADLINE_S, explain: Callable[[], str] = str
+) -> None:
+    """Wait until the condition, or what it awaits, is true, while the event loop runs. Fails as `until` does."""
     deadline = time.monotonic() + timeout_s
     while not await _is_true(condition):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s. {explain()}"
         await asyncio.sleep(0.002)
 
 

@@ -52,6 +52,12 @@ def serve(cluster: Cluster, requests: Requests) -> list[asyncio.Task[Answer]]:
     return [asyncio.create_task(cluster.generate(prompt, **sampling)) for prompt, sampling in requests]
 
 
+async def progress(cluster: Cluster, answers: list[asyncio.Task[Answer]], num_tokens: int) -> None:
+    """Wait until the clients have this many more tokens, or all answers have ended."""
+    wanted = cluster.num_tokens + num_tokens
+    await eventually(lambda: cluster.num_tokens >= wanted or all(answer.done() for answer in answers))
+
+
 async def check(answers: list[asyncio.Task[Answer]], requests: Requests, oracle: Oracle) -> None:
     for answer, (prompt, sampling) in zip(answers, requests, strict=True):
         assert (await answer).token_ids == oracle.answer(prompt, **sampling)
@@ -131,9 +137,9 @@ async def test_deaths_among_many_streams_change_no_token(
             victim = rng.choice(list(roles))
             address = cluster.worker(victim).address
             cluster.client.mark_dead(victim, "killed by the test")
-            await asyncio.sleep(rng.uniform(0, 0.02))  # how far the others get meanwhile is left to chance
+            await progress(cluster, answers, rng.randint(0, 10))
             await cluster.client.add_worker(address)
-            await asyncio.sleep(rng.uniform(0.05, 0.1))  # and how far all get before the next death
+            await progress(cluster, answers, rng.randint(20, 60))
         await check(answers, requests, oracle)
         print(dict(cluster.flow.context.moves.num_moves))
         assert cluster.flow.context.moves.num_moves["worker_lost"] > 3
@@ -153,7 +159,7 @@ async def test_answers_follow_the_roles_of_workers_without_losing_a_token(
             for worker_id, role in (("p", Role.DECODE), ("d", Role.PREFILL), ("d", Role.DECODE), ("p", Role.PREFILL)):
                 await cluster.call(worker_id, lambda name=worker_id, role=role: cluster.worker(name).set_role(role))
                 cluster.registry.set_role(worker_id, role)
-                await asyncio.sleep(rng.uniform(0.01, 0.05))  # how far the answers get meanwhile is left to chance
+                await progress(cluster, answers, rng.randint(5, 25))
         await check(answers, requests, oracle)
         assert cluster.flow.context.moves.num_moves["role_change"] > 3
         await cluster.becomes_idle()
@@ -180,7 +186,7 @@ async def test_answers_go_to_who_joins(tiny_model: Path, oracle: Oracle, monkeyp
         while not all(answer.done() for answer in answers):
             if (spot := cluster.flow.hot_spots.look()) is not None:
                 spots.append(spot)
-            await asyncio.sleep(0.005)  # whatever they do meanwhile
+            await progress(cluster, answers, 1)
         await check(answers, requests, oracle)
         # An answer may end before it has left.
         assert 2 <= cluster.flow.context.moves.num_moves[HotSpotCause.PACE] <= len(spots)

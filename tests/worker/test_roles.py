@@ -156,8 +156,8 @@ async def test_a_computed_prompt_waits_for_a_full_pool_past_any_timeout(tiny_mod
         first = asyncio.create_task(cluster.serve(request, cancel_after=1))
         answer = asyncio.create_task(cluster.generate(prompt))
         await eventually(lambda: worker.parts.engine.scheduler.num_waiting_for_room == 2)
-        until = time.monotonic() + 4 * timeout_s
-        await eventually(lambda: time.monotonic() > until)
+        past_s = time.monotonic() + 4 * timeout_s  # no event tells of a timeout that does not fire
+        await eventually(lambda: time.monotonic() > past_s)
         assert not answer.done()
         assert not first.done(), "a token was sent, and nothing would have followed it"
         await cluster.call("d", lambda: pool.release(held))
@@ -375,7 +375,7 @@ def test_a_storm_of_faults_and_cancels_leaves_nothing_behind(tiny_model: Path, o
             clients = [asyncio.create_task(one(c, prompt)) for prompt in prompts]
             done = asyncio.gather(*clients)
             while not done.done():
-                await asyncio.sleep(0.05)  # for how long writes are held
+                await asyncio.sleep(0.05)  # part of the fault: how long writes are held
                 c.hub.release_held()
             await done
             is_stormy = False
