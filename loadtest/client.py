@@ -107,7 +107,7 @@ class MeasuringClient:
         try:
             reply = await self._send("POST", path, payload, cut_after_s)
         except (OSError, TimeoutError) as exc:
-            timing.error = str(exc) or f"no answer within {self.timeout_s:.0f} s"
+            timing.error = str(exc) or f"no answer within {self.timeout_s:g} s"
             timing.finished_s = time.perf_counter()
             return timing
         timing.finished_s = reply.finished_s
