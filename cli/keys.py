@@ -182,7 +182,7 @@ def _title(key: ApiKey) -> str:
 def _tenant(tenant: str, *, is_operator: bool) -> str:
     if is_operator:
         if tenant:
-            raise ConfigError(f"tenant={tenant!r} has no use with --operator, whose key may name any tenant")
+            raise ConfigError(f"tenant={tenant!r} cannot go with --operator, whose key may name any tenant")
         return OPERATOR
     if tenant and not TENANT_NAME.fullmatch(tenant):
         raise ConfigError(f"tenant={tenant!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
@@ -210,5 +210,5 @@ def _expiry(text: str, now: datetime) -> datetime | None:
             f"expires={text!r} must be a time such as 90d, 12h or 30m, or a date such as 2030-01-31 (UTC)"
         ) from exc
     if expires <= now:
-        raise ConfigError(f"expires={text!r} is in the past; give a later time, or leave it out for a key without end")
+        raise ConfigError(f"expires={text!r} is in the past; give a later time, or leave it out for a permanent key")
     return expires

@@ -111,7 +111,7 @@ def build_config(values: Values) -> ClusterConfig:
     if values.get("colocated"):
         for name in _OF_TWO_ROLES:
             if name in values:
-                raise ConfigError(f"colocated is one worker for both roles; {name}={values[name]} has no use with it")
+                raise ConfigError(f"colocated is one worker for both roles; leave out {name}={values[name]}")
     managed = from_values(ManagedEngineConfig, values)
     if managed.is_managed and (unused := sorted(_OWN_ENGINE_ONLY & values.keys())):
         raise ConfigError(

@@ -23,7 +23,8 @@ from tandem.protocol.errors import ServingError
 Json = dict[str, Any]
 Sort = Annotated[Literal["queue", "running", "pool", "errors"], typer.Option(help="Which workers are shown first.")]
 Once = Annotated[
-    bool, typer.Option("--once", help="Print one screen and leave; this is the default if the output is no terminal.")
+    bool,
+    typer.Option("--once", help="Print one screen and leave; this is the default if the output is not a terminal."),
 ]
 
 _PATH = "/v1/dashboard"
@@ -140,7 +141,7 @@ def _object(text: str) -> Json:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise TopError("the server sent an event that is no JSON object: it is not Tandem's")
+        raise TopError("the server sent an event that is not a JSON object, so it is not Tandem's")
     return content
 
 

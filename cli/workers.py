@@ -110,7 +110,9 @@ def add(
                 if "withdrawn" in record:
                     raise WorkerChangeError(f"{worker} was not added: {record['withdrawn']}")
                 if time.monotonic() > deadline_s:
-                    raise WorkerChangeError(f"{worker} does not serve after --timeout {timeout:g} s; it may later")
+                    raise WorkerChangeError(
+                        f"{worker} is not serving after --timeout {timeout:g} s; it may still start"
+                    )
                 time.sleep(_POLL_S)
         console.print(f"{escape(worker)}: serves after {record['serving_after_s']:.1f} s", soft_wrap=True)
     return 0
@@ -155,7 +157,7 @@ def _record(client: httpx.Client, kind: str, field: str, value: object) -> Json:
     for record in _pools(client)["autoscaler"][kind]:
         if record[field] == value:
             return dict(record)
-    raise WorkerChangeError("the server has no record of it any more: it was started again, or many others followed")
+    raise WorkerChangeError("the server no longer has a record of it: it was restarted, or many newer records followed")
 
 
 def _all_workers(client: httpx.Client) -> list[str]:
@@ -174,5 +176,5 @@ def _pools(client: httpx.Client) -> Json:
         raise WorkerChangeError(error_message(response.status_code, response.content))
     pools: Json = response.json()
     if "autoscaler" not in pools:
-        raise WorkerChangeError("this key may not see the workers: give an operator's by --api-key")
+        raise WorkerChangeError("this key may not see the workers: give an operator's key with --api-key")
     return pools

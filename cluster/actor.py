@@ -95,7 +95,7 @@ class WorkerActor(OwnedActor):
         self._running.stop()
         self._thread.join(timeout=10.0)
         if self._thread.is_alive():
-            raise WorkerError("the worker's loop did not end in 10 s")
+            raise WorkerError("the worker's loop did not end within 10 s")
 
     @property
     def _running(self) -> Worker:

@@ -150,7 +150,7 @@ class Autoscale:
         role = self._members[worker_id].role if worker_id in self._members else None
         others = [one for one in self._members.values() if one.role is role and one.worker_id != worker_id]
         if role is not None and not any(one.state is MemberState.UP for one in others):
-            raise DrainRefused(f"{worker_id} is the last {role} worker by now.")
+            raise DrainRefused(f"{worker_id} is now the last {role} worker.")
 
     def _forget_move(self) -> None:
         self._added, self._refused = [], ""

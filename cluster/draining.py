@@ -82,13 +82,13 @@ class Drains:
     def _check(self, member: Member, *, restart: bool) -> None:
         name = member.worker_id
         if member.state in (MemberState.DRAINING, MemberState.LEAVING):
-            raise DrainRefused(f"{name} is leaving already.")
+            raise DrainRefused(f"{name} is already leaving.")
         if restart and not member.is_up:
             raise DrainRefused(f"{name} is not up; ask again when it is.")
         if member.is_up and (member.is_flipping or not member.is_ready):
             raise DrainRefused(f"{name} is about to change its role; ask again in a moment.")
         if not restart and not self._can_spare(member):  # requests that nothing else can serve wait for a restart
-            raise DrainRefused(f"Without {name} nothing could answer: add another worker first, or restart it.")
+            raise DrainRefused(f"Without {name} no worker could answer: add another worker first, or restart it.")
 
     def _can_spare(self, member: Member) -> bool:
         """Whether others could answer every request."""

@@ -57,7 +57,7 @@ def check_cores(config: ClusterConfig, num_cores: float) -> None:
         ranks = f" of {num_ranks} processes" if has_ranks else ""
         raise ConfigError(
             f"{num_workers} worker(s){ranks} are too many for the {num_cores:g} core(s) of this machine: start at most "
-            f"{most} processes{'' if has_ranks else ', or give num_cpus_per_worker if they may be that slow'}"
+            f"{most} processes{'' if has_ranks else ', or set num_cpus_per_worker to accept slower ones'}"
         )
 
 

@@ -108,7 +108,7 @@ def check_model_folder(folder: Path, *, needs_weights: bool = True) -> None:
     """Raise `ConfigError` that names the files which a transformers folder needs and this one lacks."""
     missing = []
     if not os.access(folder, os.R_OK | os.X_OK):
-        raise ConfigError(f"model folder {folder} is closed to this user; give one that this user can read")
+        raise ConfigError(f"model folder {folder} cannot be read by this user; give one that can")
     if not (folder / "config.json").is_file():
         missing.append("config.json")
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):

@@ -137,7 +137,7 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
         if error is not None:  # mostly a bare Exception: its processes were not there in time
             raise WorkerError(
                 f"Ray did not start: {str(error).partition('. ')[0].rstrip('.') or type(error).__name__}. If this "
-                "machine is busy with other work, wait until it is less so; then start the server again"
+                "machine is busy with other work, wait until that is done, then start the server again"
             ) from error
         _check_loopback_and_token()
         for child in psutil.Process().children():

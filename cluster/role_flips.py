@@ -72,7 +72,7 @@ class RoleFlips:
         if member.role is Role.COLOCATED:
             raise RoleRefused(f"{name} does both: start the server with --prefill and --decode for roles.")
         if member.role is role:
-            raise RoleRefused(f"{name} is a {role} worker already.")
+            raise RoleRefused(f"{name} is already a {role} worker.")
         if member.fixed_role:
             raise RoleRefused(f"{name} keeps its role: {member.fixed_role}.")
         if any(self._stays_in(member.role, one) for one in self._members.values() if one is not member):
@@ -80,7 +80,9 @@ class RoleFlips:
         if member.role is Role.DECODE:
             raise RoleRefused(f"{name} is the only decode worker, so nothing could answer: flip another one first.")
         if not member.can_cover:
-            raise RoleRefused(f"{name} is the only prefill worker, and no other one computes prompts: it stays.")
+            raise RoleRefused(
+                f"{name} is the only prefill worker, and no other worker computes prompts: it keeps its role."
+            )
 
     def _stays_in(self, role: Role, member: Member) -> bool:
         """Whether a worker serves in this role, and neither leaves nor is about to change its role."""

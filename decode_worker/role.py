@@ -195,7 +195,7 @@ class DecodeRole:
         """Handle a notification that follows a write. A damaged one is dropped: its chunk will be missing."""
         message = _decode(notification)
         if message is None:
-            logger.warning("dropped a notification from %s: it was damaged on its way", notification.worker_id)
+            logger.warning("dropped a notification from %s: it was damaged in transit", notification.worker_id)
             return
         if self._leases.is_foreign(message.generation, notification.sender):
             return
@@ -442,7 +442,7 @@ def _going_on(pending: _Pending, first_token_ids: FirstTokens) -> list[Sequence]
 
 
 def _decode(notification: Notification) -> WriteMessage | None:
-    """The message that a sender attached to its write; None if it was damaged on its way."""
+    """The message that a sender attached to its write; None if it was damaged in transit."""
     payload = strip_checksum(notification.payload)
     try:
         return None if payload is None else decode_write_message(payload)

@@ -59,8 +59,8 @@ def model_class(name: str, config: Any) -> type[PreTrainedModel]:
         )
     if not _can_be_paged(chosen):
         raise ConfigError(
-            f"model={name!r} ({config.model_type}) cannot be paged: its code in transformers knows only attention of "
-            f"its own; {_ELSEWHERE}"
+            f"model={name!r} ({config.model_type}) cannot be paged: its code in transformers has only its own "
+            f"attention; {_ELSEWHERE}"
         )
     for field in ("vocab_size", "max_position_embeddings"):
         if not isinstance(getattr(text, field, None), int):

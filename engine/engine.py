@@ -274,11 +274,11 @@ class Engine:
         limit = self.config.max_model_len
         if not 0 < len(token_ids) < limit:
             raise ContextLengthExceeded(
-                f"the prompt has {len(token_ids)} tokens; this model serves 1 to {limit - 1} and at least one more"
+                f"the prompt has {len(token_ids)} tokens; this model takes 1 to {limit - 1}, and room for one more"
             )
         most = min(sampling.max_tokens, limit - len(token_ids))
         if output_ids and len(output_ids) >= most:
-            raise RequestError(f"the answer has {len(output_ids)} tokens already; it may have {most}")
+            raise RequestError(f"the answer has {len(output_ids)} tokens already, and may have {most}")
         prompt = token_ids if digests is None else ()
         for ids in (prompt, output_ids, sampling.stop_token_ids, sampling.logit_bias, sampling.prediction):
             if ids and not (min(ids) >= 0 and max(ids) < self.model.vocab_size):

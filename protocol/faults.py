@@ -34,7 +34,7 @@ def parse_faults(text: str) -> tuple[dict[Fault, float], int]:
         fault = Fault.__members__.get(name.upper())
         if fault is None or not 0 <= float(value) <= 1:
             names = ", ".join(one.name.lower() for one in Fault)
-            raise ValueError(f"{part!r} is no fault and its rate, such as flip=0.01; the faults are {names}")
+            raise ValueError(f"{part!r} is not a fault with its rate, such as flip=0.01; the faults are {names}")
         rates[fault] = float(value)
     if sum(rates.values()) > 1:
         raise ValueError(f"the rates in {text!r} add up to more than 1")

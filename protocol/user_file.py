@@ -14,7 +14,7 @@ def expanded(name: str, path: str) -> str:
     """The path with ~ replaced by a home folder, as a shell does. Raises `ConfigError` for the ~ of an unknown user."""
     result = os.path.expanduser(path)
     if result.startswith("~"):
-        raise ConfigError(f"{name}={path!r} begins with the home folder of no user; write the whole path")
+        raise ConfigError(f"{name}={path!r} names the home folder of an unknown user; write the whole path")
     return result
 
 
@@ -27,7 +27,7 @@ def read_text(name: str, path: str | Path) -> str:
     except OSError as exc:
         raise ConfigError(f"{shown} cannot be read: {exc.strerror}; give a file that this user can read") from exc
     except UnicodeDecodeError as exc:
-        raise ConfigError(f"{shown} is no text in UTF-8 (see byte {exc.start}); save it as UTF-8") from exc
+        raise ConfigError(f"{shown} is not UTF-8 text (see byte {exc.start}); save it as UTF-8") from exc
     if len(text) > _MAX_CHARS:
         raise ConfigError(f"{shown} has more than {_MAX_CHARS} characters; give a smaller file")
     return text

@@ -45,7 +45,7 @@ def load_identity(
 
     def refuse_passphrase() -> NoReturn:
         raise ConfigError(
-            f"{key} is encrypted with a passphrase, and nobody types it when a server starts; decrypt it into a file "
+            f"{key} is encrypted with a passphrase, and a server cannot ask for it; decrypt it into a file "
             "that only this user can read: openssl pkey -in FILE -out FILE"
         )
 
@@ -83,12 +83,12 @@ def _content_of(file: NamedFile) -> bytes:
     try:
         with open(file.path, "rb", opener=open_at_once) as opened:
             if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-                raise ConfigError(f"{file} is no regular file; give a file in PEM form")
+                raise ConfigError(f"{file} is not a regular file; give a file in PEM form")
             content = opened.read(MAX_FILE_BYTES + 1)
     except OSError as exc:
         raise _unreadable(file, exc) from exc
     if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{file} has more than {MAX_FILE_BYTES} bytes; give a file with the certificates needed only")
+        raise ConfigError(f"{file} has more than {MAX_FILE_BYTES} bytes; give a file with only the certificates needed")
     return content
 
 
@@ -115,7 +115,7 @@ def _certificates_in(file: NamedFile, content: bytes) -> Sequence[Certificate]:
 def _check_dates(file: NamedFile, certificate: Certificate, now_s: float) -> None:
     now = datetime.fromtimestamp(now_s, UTC)
     if (end := certificate.not_valid_after_utc) <= now:
-        raise ConfigError(f"{file} has expired on {end:%Y-%m-%d %H:%M} UTC; renew the certificate")
+        raise ConfigError(f"{file} expired on {end:%Y-%m-%d %H:%M} UTC; renew the certificate")
     if (begin := certificate.not_valid_before_utc) > now:
         raise ConfigError(
             f"{file} is not valid before {begin:%Y-%m-%d %H:%M} UTC; correct this machine's clock, or wait"

@@ -144,7 +144,7 @@ class WorkerSockets:
         """Send to a peer that was introduced. The first message connects to it and subscribes to its heartbeats."""
         sockets = self._peer_sockets.get(peer.process) or self._open(peer)
         if sockets is None:
-            self._dropped.add(DropReason.UNDELIVERED, f"a {type(message).__name__} to {peer}: it is no peer of ours")
+            self._dropped.add(DropReason.UNDELIVERED, f"a {type(message).__name__} to {peer}: it is not a peer of ours")
             return
         try:
             sockets.messages.send(encode_message(message), zmq.NOBLOCK)

@@ -92,7 +92,7 @@ class EngineActor(OwnedActor):
         """End the server and wait for it. Raises `WorkerError` if it does not end."""
         self._is_stopping.set()
         if not self._is_gone.wait(_STOP_TIMEOUT_S):
-            raise WorkerError(f"the server did not end in {_STOP_TIMEOUT_S:g} s")
+            raise WorkerError(f"the server did not end within {_STOP_TIMEOUT_S:g} s")
 
     def _obey(self, router_key: str) -> tuple[EngineServer, EngineStarted | None, Role]:
         """As `OwnedActor._obey`. The server answers every router that has its key; the config has it."""

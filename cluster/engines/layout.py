@@ -32,7 +32,7 @@ def check_engine(config: ClusterConfig) -> None:
     """Raise `ConfigError` for engine settings that cannot work, before anything is fetched or started."""
     managed = config.managed
     if managed.engine_python and not Path(managed.engine_python).is_file():
-        raise ConfigError(f"engine_python={managed.engine_python!r} is no file; give the path of a Python")
+        raise ConfigError(f"engine_python={managed.engine_python!r} is not a file; give the path of a Python")
     num_gpus = parallelism_of(config).num_gpus
     wanted = config.num_gpus_per_worker
     if wanted and wanted != num_gpus and (num_gpus > 1 or wanted > 1):

@@ -61,7 +61,7 @@ async def _graphs(client: httpx.AsyncClient, peer: EngineSpec | None) -> dict[st
             [state, *_] = answer.json()["internal_states"]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as exc:
             raise WorkerError(
-                f"{peer.name} did not tell the size of its CUDA graphs: {exc or type(exc).__name__}"
+                f"{peer.name} did not report the size of its CUDA graphs: {exc or type(exc).__name__}"
             ) from exc
     return {
         "decode_cuda_graph_memory_gb": state.get("decode_cuda_graph_memory_gb") or 0.0,

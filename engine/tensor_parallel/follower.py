@@ -115,7 +115,9 @@ def _compute(group: RankGroup, runner: ModelRunner, step: ComputeStep) -> None:
 def _expect(connection: Connection, kind: type[M]) -> M:
     message: Message = connection.recv()
     if not isinstance(message, kind):
-        raise RuntimeError(f"rank 0 said {type(message).__name__} and not {kind.__name__}: the ranks are out of step")
+        raise RuntimeError(
+            f"rank 0 said {type(message).__name__} instead of {kind.__name__}: the ranks are out of step"
+        )
     return message
 
 

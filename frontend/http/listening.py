@@ -25,7 +25,7 @@ def listening(host: str, port: int, *, is_shared: bool = False) -> Iterator[sock
     except OSError as exc:
         raise _refused(host, port, exc) from exc
     except UnicodeError as exc:  # a label that is empty, too long or no UTF-8
-        raise ConfigError(f"host={host!r} is no host name; choose another with --host") from exc
+        raise ConfigError(f"host={host!r} is not a host name; choose another with --host") from exc
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_shared:

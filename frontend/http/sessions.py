@@ -38,5 +38,5 @@ def _session(headers: Mapping[str, str], prompt_cache_key: Any) -> str:
             continue
         if isinstance(value, str) and _NAME.fullmatch(value):
             return value
-        note_ignored(name, f"it is no text of at most {MAX_CONVERSATION_ID_CHARS} printable ASCII characters")
+        note_ignored(name, f"it is not a text of at most {MAX_CONVERSATION_ID_CHARS} printable ASCII characters")
     return ""

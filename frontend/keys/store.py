@@ -94,7 +94,7 @@ def revoke_key(path: str, key_id: str) -> ApiKey:
         keys = read_keys(real_path).keys
         index = next((index for index, key in enumerate(keys) if key.id == key_id), None)
         if index is None:
-            raise ConfigError(f"{path} has no key of the id {key_id!r}; see: tandem keys list --file {path}")
+            raise ConfigError(f"{path} has no key with the id {key_id!r}; see: tandem keys list --file {path}")
         if keys[index].revoked is None:
             keys[index] = msgspec.structs.replace(keys[index], revoked=_now())
             write_keys(real_path, keys)
@@ -107,7 +107,7 @@ def _now() -> datetime:
 
 def _check_file(path: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"api_key_file={path!r} is no regular file; {_CREATE} FILE")
+        raise ConfigError(f"api_key_file={path!r} is not a regular file; {_CREATE} FILE")
     if (mode := stat.S_IMODE(status.st_mode)) & _FORBIDDEN_MODE:
         raise ConfigError(
             f"api_key_file={path!r} has mode {mode:04o}, by which others can read or change it; run: chmod 600 {path}"
@@ -118,7 +118,7 @@ def _parsed(path: str, content: bytes) -> list[ApiKey]:
     try:
         keys = msgspec.json.decode(content, type=_File).keys
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise ConfigError(f"api_key_file={path!r} is no file of API keys: {exc}; {_CREATE} FILE") from exc
+        raise ConfigError(f"api_key_file={path!r} is not an API key file: {exc}; {_CREATE} FILE") from exc
     ids: set[str] = set()
     digests: set[str] = set()
     for key in keys:
@@ -144,12 +144,16 @@ def _locked(path: str) -> Iterator[str]:
     try:
         lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:
-        raise ConfigError(f"{lock_path} cannot be made: {exc.strerror}; give a folder that you can write to") from exc
+        raise ConfigError(
+            f"{lock_path} cannot be created: {exc.strerror}; give a folder that you can write to"
+        ) from exc
     try:
         deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
         while not _try_lock(lock):
             if time.monotonic() > deadline_s:
-                raise ConfigError(f"{lock_path} is held by another `tandem keys` for {_LOCK_TIMEOUT_S:g} s; try again")
+                raise ConfigError(
+                    f"{lock_path} has been held by another `tandem keys` for {_LOCK_TIMEOUT_S:g} s; try again"
+                )
             time.sleep(_LOCK_POLL_S)
         yield real_path
     finally:

@@ -132,7 +132,7 @@ def _predicted_text(prediction: Prediction) -> str:
     known = [text for text in texts if text is not None]
     if len(known) == len(texts) and prediction.type in (None, "content"):
         return "\n".join(known)
-    note_ignored("prediction", "it is no text of type content")
+    note_ignored("prediction", "it is not of type content")
     return ""
 
 

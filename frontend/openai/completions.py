@@ -89,7 +89,7 @@ def _all_choices(fields: CompletionRequest) -> tuple[CompletionRequest, int | No
         return fields, None
     if fields.stream:
         raise RequestError(
-            f"'best_of' is {num_choices}, more than 'n': which choices are the best is known at their end, so they "
+            f"'best_of' is {num_choices}, more than 'n': the best ones are known only when all have ended, so they "
             "cannot be streamed.",
             param="best_of",
         )

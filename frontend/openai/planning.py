@@ -62,7 +62,7 @@ def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAns
     fields = request.fields
     stream_options = fields.stream_options
     if stream_options is not None and not fields.stream:
-        note_ignored("stream_options", "the answer is no stream")
+        note_ignored("stream_options", "the answer is not streamed")
     check_prompt_tokens((len(prompt.token_ids) for prompt in request.prompts), fields.n or 1)
     choices = _choices(context, request)
     if request.num_logprobs is not None and not fields.stream and context.backend.max_model_len is not None:

@@ -166,7 +166,7 @@ class DecidingProcess:
             try:
                 message = wire.decode_call(data)
             except msgspec.DecodeError as exc:  # the frontend process notices, ends, and is replaced
-                logger.error("a frontend process sent something that is no message: %s", exc)
+                logger.error("a frontend process sent something that is not a message: %s", exc)
                 link.close()
                 self._forget(link, frontend)
                 return
@@ -269,7 +269,7 @@ class _Frontend:
             method, implementation, is_immediate = self._methods[called.method]
             call = method.bind(implementation, called.arguments)
         except msgspec.DecodeError as exc:
-            logger.error("a frontend process sent something that is no message: %s", exc)
+            logger.error("a frontend process sent something that is not a message: %s", exc)
             self._fail(number, INTERNAL_ERROR)
             return
         if is_immediate:

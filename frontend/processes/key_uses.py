@@ -42,7 +42,7 @@ class LocalUses:
         """As `KeyUses.begin`. Raises `InvalidApiKey` too."""
         key = self._api_keys.get(key_id)
         if key is None:  # the frontend process does not know yet that the key is gone
-            raise InvalidApiKey(f"The API key {key_id} is removed.")
+            raise InvalidApiKey(f"The API key {key_id} was removed.")
         self._uses[use] = self._limiter.limiter.begin(key.id, key.limits, self._limiter.clock())
 
     def charge(self, use: int, num_prompt_tokens: int, num_answers: int, max_tokens: int) -> None:

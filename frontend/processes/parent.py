@@ -67,7 +67,7 @@ async def frontend_processes(
             await deciding.start()
         except OSError as exc:
             raise ConfigError(
-                f"the socket {endpoint} cannot be made: {exc}; set TMPDIR to a local folder with a shorter name"
+                f"the socket {endpoint} cannot be created: {exc}; set TMPDIR to a local folder with a shorter name"
             ) from exc
         processes = FrontendProcesses(deciding, settings)
         try:

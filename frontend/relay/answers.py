@@ -36,9 +36,9 @@ def parse_answer(
     try:
         answer = loads(content)
     except NotJson as exc:
-        raise EngineFailed(engine, f"answered {status} with something that is no JSON") from exc
+        raise EngineFailed(engine, f"answered {status} with something that is not JSON") from exc
     if not isinstance(answer, dict) or (status == 200 and not is_answer(answer)):
-        raise EngineFailed(engine, f"answered {status} with something else than an answer")
+        raise EngineFailed(engine, f"answered {status} with something other than an answer")
     return answer
 
 
@@ -73,7 +73,7 @@ def _check_status(engine: str, status: int, headers: Mapping[str, str], content:
     if status >= 500 and status != 501:
         raise EngineFailed(engine, f"answered {status}: {_message(content)}")
     if status not in (200, 501) and not 400 <= status < 500:
-        raise EngineFailed(engine, f"answered {status}, which is no answer")
+        raise EngineFailed(engine, f"answered with the unexpected status {status}")
 
 
 def _retry_after_s(header: str) -> float:

@@ -167,7 +167,9 @@ class Forwarder:
                 if base := self._dispatcher.adapters.get(model):
                     return base, model
                 if silent := self._dispatcher.unknown_engines:
-                    raise NoWorker(f"no engine of {model[:200]} is known yet; {', '.join(silent)} may be, once reached")
+                    raise NoWorker(
+                        f"no engine is known to serve {model[:200]} yet; not reached so far: {', '.join(silent)}"
+                    )
                 raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
             return model, ""
         if model is not None and not isinstance(model, str):
@@ -176,7 +178,7 @@ class Forwarder:
             )
         if not known:
             has_engines = bool(self._dispatcher.unknown_engines)
-            raise NoWorker("no engine has told its model yet" if has_engines else "there is no engine")
+            raise NoWorker("no engine has reported its model yet" if has_engines else "there is no engine")
         if len(known) > 1:
             raise RequestError(f"Name the model: one of {', '.join(known)}.", param="model")
         body["model"] = known[0]

@@ -156,7 +156,7 @@ def _rendered_tools(tools: Any) -> list[dict[str, Any]]:
             tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
         )
         if not isinstance(function, dict):
-            raise RequestError("a tool that is no function", param="tools")
+            raise RequestError("a tool that is not a function", param="tools")
         fields = {name: function.get(name) for name in ("name", "description", "parameters")}
         fields |= {name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None}
         rendered.append({"type": "function", "function": fields})

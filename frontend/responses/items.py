@@ -68,7 +68,7 @@ def check_kept_bytes(num_bytes: int, param: str) -> None:
     """Raise `RequestError` if a request goes on from too much that is kept."""
     if num_bytes > MAX_CONVERSATION_BYTES:
         raise RequestError(
-            f"The conversation has {num_bytes} bytes with what is kept; at most {MAX_CONVERSATION_BYTES} are allowed. "
+            f"The conversation has {num_bytes} bytes including what is stored; the limit is {MAX_CONVERSATION_BYTES}. "
             "Start a new one, or send less.",
             param=param,
         )
@@ -157,7 +157,7 @@ def _referred(item: Json) -> str | None:
 def _response_of(name: str, param: str) -> str:
     made_here = _REFERENCE.fullmatch(name)
     if made_here is None:
-        raise ResponseNotFound(f"There is no item {name[:100]!r}: this server has not made it.", param=param)
+        raise ResponseNotFound(f"There is no item {name[:100]!r}: this server did not create it.", param=param)
     return f"resp_{made_here[1]}"
 
 

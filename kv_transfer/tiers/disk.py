@@ -201,7 +201,7 @@ def make_private(folder: Path) -> None:
             logger.warning("others could enter %s (mode %o): closed to them", folder, stat.S_IMODE(status.st_mode))
             os.chmod(folder, 0o700)
     except OSError as exc:
-        raise ConfigError(f"the tier's folder {folder} cannot be made: {exc.strerror}") from exc
+        raise ConfigError(f"the tier's folder {folder} cannot be created: {exc.strerror}") from exc
 
 
 def _make_folders(folder: Path) -> None:

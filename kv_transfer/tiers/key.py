@@ -49,10 +49,10 @@ def load_key(path: Path, *, may_make: bool, encrypts: bool = False) -> StoreKey:
         finally:
             os.close(descriptor)
     except FileNotFoundError as exc:
-        raise ConfigError(f"kv_key_file={path} is not there; {_how_to_make(path)}") from exc
+        raise ConfigError(f"kv_key_file={path} does not exist; {_how_to_make(path)}") from exc
     except OSError as exc:
         raise ConfigError(
-            f"kv_key_file={path} cannot be read or made: {exc.strerror}; give a file that this user can read"
+            f"kv_key_file={path} cannot be read or created: {exc.strerror}; give a file that this user can read"
         ) from exc
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"kv_key_file={path} is not a regular file; {_how_to_make(path)}")

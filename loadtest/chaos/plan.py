@@ -38,7 +38,7 @@ def kinds_of(names: str) -> list[str]:
         group = _GROUPS.get(name, [name])
         if not all(kind in FAULTS or kind in OPERATIONS for kind in group):
             known = ", ".join([*_GROUPS, *FAULTS, *OPERATIONS])
-            raise ConfigError(f"there are no events {name!r}; there are: {known}")
+            raise ConfigError(f"unknown events {name!r}; choose from: {known}")
         kinds |= dict.fromkeys(group)
     return list(kinds)
 

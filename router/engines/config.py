@@ -220,7 +220,7 @@ def check_fleet(engines: Iterable[EngineSpec], *, is_complete: bool = True) -> N
     groups: dict[tuple[str, str], list[EngineSpec]] = {}
     for spec in engines:
         if spec.name in names or spec.name in servers:
-            raise ConfigError(f"engine name={spec.name!r} is there twice; give each engine its own name")
+            raise ConfigError(f"engine name={spec.name!r} appears twice; give each engine its own name")
         names.add(spec.name)
         groups.setdefault((spec.model, spec.group), []).append(spec)
     for (model, group), members in groups.items():
@@ -296,7 +296,9 @@ def _check_role(role: str, kind: str | None, bootstrap_port: int, where: str) ->
 def _check_tls(values: dict[str, Any], where: str) -> None:
     for name in _TLS_FILES:
         if values.get(name) and not values["url"].startswith("https:"):
-            raise ConfigError(f"{where}: {name} has no use with url={values['url']!r}; write https://, or leave it out")
+            raise ConfigError(
+                f"{where}: {name} needs https, but url={values['url']!r}; write https://, or leave it out"
+            )
     for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if values.get(name) and not values.get(other):
             raise ConfigError(f"{where}: {name}={values[name]!r} is given without {other}; give both")
@@ -308,7 +310,7 @@ def _check_ranks(spec: EngineSpec, where: str) -> None:
         return
     if spec.kind not in _KINDS_WITH_RANKS:
         raise ConfigError(
-            f"{where}: data_parallel_size={size} needs kind='vllm' or 'sglang'; others have no such ranks"
+            f"{where}: data_parallel_size={size} needs kind='vllm' or 'sglang'; other kinds have no such ranks"
         )
     ports = []
     for name in ("kv_events", "kv_replay"):

@@ -186,7 +186,7 @@ class EngineProber:
             return
         engine = self._engine
         if engine.state is WorkerState.READY:
-            logger.warning("engine %s is not there: %s", engine.name, reason)
+            logger.warning("engine %s is not available: %s", engine.name, reason)
             engine.leave(reason)
         engine.reason = reason
         # Requests without a first byte go elsewhere at once; running answers get as long as those of our own workers.

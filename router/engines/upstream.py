@@ -466,5 +466,5 @@ class _UpstreamConnection(asyncio.Protocol):
 def _checked(value: str) -> str:
     """The value of a header. Raises `ValueError` if it would start another header."""
     if "\r" in value or "\n" in value:
-        raise ValueError("a header's value has a line end in it")
+        raise ValueError("a header's value contains a line break")
     return value

@@ -130,7 +130,7 @@ class PinService:
     async def _chain_of(self, request: PinRequest) -> list[bytes]:
         worker = next(iter(self._registry), None)
         if worker is None:
-            raise NoWorker("No worker is there to keep anything.")
+            raise NoWorker("No worker is available to keep the prefix.")
         if request.token_ids is None:  # the conversation may be unknown yet: the pin waits for its first turn
             return self._conversations.digests(PinOwner(request.tenant, request.cache_scope), request.conversation_id)
         num_tokens, block_size, limit = len(request.token_ids), worker.card.block_size, worker.card.max_model_len

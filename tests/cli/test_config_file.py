@@ -98,7 +98,7 @@ def test_each_node_of_a_cluster_expands_the_paths_of_its_own_tiers(model: Path, 
         ("serve", "port = 70000", "{path}: port=70000 must be from 0 to 65535"),
         ("serve", "lease_ttl_s = nan", "{path}: lease_ttl_s=nan must be above 0 and at most 86400 seconds"),
         ("serve", 'allowed_hosts = "a"', "{path}: allowed_hosts='a' must be a list of strings"),
-        ("serve", "colocated = true\nnum_decode = 2", "num_decode=2 has no use with it"),
+        ("serve", "colocated = true\nnum_decode = 2", "leave out num_decode=2"),
         ("serve", "worker_timeout_s = 1.0", "worker_timeout_s=1.0 must be at least two heartbeats, which come"),
         ("serve", 'model = "\\u0000"', "{path}: model='\\x00' must be text in UTF-8 without the character \\0"),
         ("serve", 'served_model_name = "a "', "{path}: served_model_name='a ' must be printable characters, without"),
@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.C
     for path, reason in (
         (tmp_path / "none", "cannot be read: No such file or directory; give a file that this user can read"),
         (tmp_path, "cannot be read: Is a directory; give a file that this user can read"),
-        (binary, "is no text in UTF-8 (see byte 0); save it as UTF-8"),
+        (binary, "is not UTF-8 text (see byte 0); save it as UTF-8"),
         ("", "cannot be read: No such file or directory; give a file that this user can read"),
         ("/dev/zero", "has more than 16777216 characters; give a smaller file"),
     ):

@@ -99,7 +99,11 @@ def test_a_worker_that_flips_is_asked_again(server: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("command", "refused", "message"),
     [
-        (["drain", "decode-0"], refusal("drain_refused", "Without decode-0 nothing could answer"), "Without decode-0"),
+        (
+            ["drain", "decode-0"],
+            refusal("drain_refused", "Without decode-0 no worker could answer"),
+            "Without decode-0",
+        ),
         (
             ["drain", "x"],
             refusal("worker_not_found", "There is no worker 'x'", 404),
@@ -131,7 +135,7 @@ def test_a_tenants_key_is_told_what_it_lacks(
 ) -> None:
     monkeypatch.setattr(server, "answer", lambda _: httpx.Response(200, json=WORKERS))
     assert run(["restart", "--rolling"]) != 0
-    assert "give an operator's by --api-key" in capsys.readouterr().err
+    assert "give an operator's key with --api-key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("end", ["serves", "withdrawn", "refused"])

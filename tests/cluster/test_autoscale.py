@@ -76,11 +76,11 @@ async def test_the_last_worker_of_a_role_stays_whoever_covers(monkeypatch: pytes
     async with supervised(monkeypatch, num_prefill=2, num_decode=2, **BOUNDS) as cluster:
         await cluster.supervisor.drain("decode-1", 60, restart=False)  # by hand, in the same moment
         script.move(Move("remove", Role.DECODE, ("decode-0",)))
-        await eventually(lambda: script.setback == "decode-0 is the last decode worker by now.")
+        await eventually(lambda: script.setback == "decode-0 is now the last decode worker.")
         script.move(Move("remove", Role.PREFILL, ("prefill-1",)))
         await eventually(lambda: "prefill-1" not in cluster.supervisor.members)
         script.move(Move("remove", Role.PREFILL, ("prefill-0",)))
-        await eventually(lambda: script.setback == "prefill-0 is the last prefill worker by now.")
+        await eventually(lambda: script.setback == "prefill-0 is now the last prefill worker.")
         script.move(Move("remove", Role.PREFILL, ("prefill-1",)))
         await eventually(lambda: script.setback.startswith("There is no worker 'prefill-1'"))
         assert cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}

@@ -174,7 +174,9 @@ def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TANDEM_CACHE", "~/models")
     assert cache_folder() == Path.home() / "models"
     monkeypatch.setenv("TANDEM_CACHE", "~nobody-here/models")
-    with pytest.raises(ConfigError, match="TANDEM_CACHE='~nobody-here/models' begins with the home folder of no user"):
+    with pytest.raises(
+        ConfigError, match="TANDEM_CACHE='~nobody-here/models' names the home folder of an unknown user"
+    ):
         cache_folder()
     monkeypatch.delenv("TANDEM_CACHE")
     assert cache_folder() == Path.home() / ".cache" / "tandem"

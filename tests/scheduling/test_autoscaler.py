@@ -310,8 +310,8 @@ class TestWithdrawal:
         world = World(3, 3, ALL)
         world._carry_out = lambda move: None  # type: ignore[method-assign]
         world.until(0.0, lambda: bool(world.moves))
-        world.fleet = Fleet(setback="w3 is leaving already.")
-        assert "w3 is leaving already" in world.tick(0.0).reason
+        world.fleet = Fleet(setback="w3 is already leaving.")
+        assert "w3 is already leaving" in world.tick(0.0).reason
         world.fleet = Fleet()
         assert world.tick(0.0, num_ticks=100).code is Reason.BACKOFF
 

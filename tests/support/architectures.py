@@ -246,8 +246,8 @@ def _refused(config: str, settings: dict[str, Any], because: str, error: str) ->
 
 
 def _own_attention(config: str, settings: dict[str, Any], *, is_alibi: bool = False) -> Refusal:
-    family = Family(config, settings, "its code calls attention of its own" + ", with ALiBi" * is_alibi)
-    return Refusal(family, rf"{family.model_type}. .*knows only attention of its own")
+    family = Family(config, settings, "its code calls its own attention" + ", with ALiBi" * is_alibi)
+    return Refusal(family, rf"{family.model_type}. .*has only its own attention")
 
 
 REFUSED: dict[str, Refusal] = {

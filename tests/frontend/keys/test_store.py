@@ -48,7 +48,7 @@ def test_a_revoked_key_stays_and_keeps_its_first_time(tmp_path: Path, monkeypatc
     monkeypatch.setattr(store, "_now", lambda: datetime(2040, 1, 1, tzinfo=UTC))
     assert (revoke_key(path, key.id), read_keys(path).keys) == (revoked, [revoked, other])
     assert revoked.state(0.0) == "revoked"
-    with pytest.raises(ConfigError, match=f"has no key of the id 'k-1'; see: tandem keys list --file {path}"):
+    with pytest.raises(ConfigError, match=f"has no key with the id 'k-1'; see: tandem keys list --file {path}"):
         revoke_key(path, "k-1")
 
 
@@ -80,7 +80,7 @@ def test_a_killed_writer_leaves_no_obstacle_and_no_way_elsewhere(tmp_path: Path)
     assert (len(read_keys(str(path)).keys), victim.read_text()) == (2, "untouched")
     (tmp_path / "keys.lock").unlink()
     (tmp_path / "keys.lock").symlink_to(victim)
-    with pytest.raises(ConfigError, match=r"keys\.lock cannot be made"):
+    with pytest.raises(ConfigError, match=r"keys\.lock cannot be created"):
         create_key(str(path), tenant="c")
 
 
@@ -121,7 +121,7 @@ def test_two_writers_lose_nothing_and_a_reader_always_finds_a_whole_file(tmp_pat
 def test_a_writer_that_holds_the_lock_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_LOCK_TIMEOUT_S", 0.05)
     path = str(make_key_file(tmp_path / "keys", {"sk-a": "a"}))
-    with store._locked(path), pytest.raises(ConfigError, match=r"keys\.lock is held by another `tandem keys`"):
+    with store._locked(path), pytest.raises(ConfigError, match=r"keys\.lock has been held by another `tandem keys`"):
         create_key(path, tenant="b")
     create_key(path, tenant="b")
 
@@ -138,11 +138,11 @@ def file_of(*keys: Any, **fields: Any) -> str:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("", "is no file of API keys: Input data was truncated; make it with: tandem keys create --file"),
-        ("sk-secret search\n", "is no file of API keys: JSON is malformed"),
-        ('{"version": 1, "keys": [', "is no file of API keys"),
-        ("[" * 100_000, "is no file of API keys"),
-        ("\x00" * 1000, "is no file of API keys"),
+        ("", "is not an API key file: Input data was truncated; make it with: tandem keys create --file"),
+        ("sk-secret search\n", "is not an API key file: JSON is malformed"),
+        ('{"version": 1, "keys": [', "is not an API key file"),
+        ("[" * 100_000, "is not an API key file"),
+        ("\x00" * 1000, "is not an API key file"),
         ("[]", r"Expected `object`, got `array`"),
         ("{}", "missing required field `keys`"),
         (file_of(version=2), r"Invalid enum value 2.*\$.version"),
@@ -195,7 +195,7 @@ def test_a_file_that_others_may_read_or_the_group_may_write_is_refused(tmp_path:
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name in ("pipe", "/dev/null"):
-        with pytest.raises(ConfigError, match="is no regular file"):
+        with pytest.raises(ConfigError, match="is not a regular file"):
             read_keys(str(tmp_path / name))
     with pytest.raises(ConfigError, match=r"cannot be read: No such file.*make it with: tandem keys create --file"):
         read_keys(str(tmp_path / "none"))

@@ -94,7 +94,7 @@ async def test_one_that_cannot_be_used_is_named_and_goes_to_no_worker(tokenizer:
         response = await client.post(CHAT, json={"messages": MESSAGES, "prediction": value})
         plain = await client.post(CHAT, json={"messages": MESSAGES, "prediction": predicted("")})
     assert (response.status_code, plain.status_code) == (200, 200)
-    assert response.headers["x-tandem-ignored"] == "prediction (it is no text of type content)"
+    assert response.headers["x-tandem-ignored"] == "prediction (it is not of type content)"
     assert "x-tandem-ignored" not in plain.headers
     assert [request.sampling.prediction for request in backend.requests] == [(), ()]
 

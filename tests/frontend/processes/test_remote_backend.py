@@ -325,7 +325,7 @@ async def test_a_frontend_whose_message_names_no_call_is_disconnected(
             await waiting
         assert here.lost == ["frontend"]
         await eventually(lambda: here.backend.num_open == 0)
-        assert "is no message" in caplog.text
+        assert "is not a message" in caplog.text
         assert await other.pools() == {"workers": []}
 
 

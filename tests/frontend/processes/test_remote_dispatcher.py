@@ -289,7 +289,7 @@ async def test_events_of_a_dead_process_or_about_nothing_change_nothing(
                 one.send(wire.Events([(3, event), (77, event)]))  # another process's call, and none
             one.send(["Call", 5, ["Reservations.hold", ["no request"]]])
             one.send_bytes(b"\x93nonsense")
-            await eventually(lambda: caplog.text.count("is no message") == 2)
+            await eventually(lambda: caplog.text.count("is not a message") == 2)
             assert (decider.engine("a").num_failures, decider.process.num_running) == (0, 1)
             two.send(wire.Events([(3, invocation(EngineReservation.failed, "a"))]))  # they have not been read yet
             two.send(hold(9, routing_request()))
@@ -408,7 +408,7 @@ async def test_engines_come_and_go_through_any_frontend(fake_a: FakeServer, fake
         await eventually(lambda: "other-model" in two.remote.models)
         again = await two.client.post("/v1/engines", json=body, headers=ADMIN)
         assert (again.status_code, again.json()["error"]["code"]) == (400, "invalid_engine")
-        assert "name='b' is there twice" in again.json()["error"]["message"]
+        assert "name='b' appears twice" in again.json()["error"]["message"]
         await decider.all_ready("b")
         fake_b.pause.clear()
         stream = start(two, model="other-model")

@@ -175,7 +175,7 @@ async def test_a_broken_prefill_answer_is_a_failure(fake_a: FakeServer, fake_b: 
     fake_a.replies[COMPLETIONS] = lambda *_: Response("what?")
     fake_b.headers_pause.clear()
     async with routing(*pair(fake_a, fake_b)) as router:
-        assert await error_of(router) == (502, "engine p: answered 200 with something that is no JSON")
+        assert await error_of(router) == (502, "engine p: answered 200 with something that is not JSON")
 
 
 # -- what the engines file may say ------------------------------------------------------------------------

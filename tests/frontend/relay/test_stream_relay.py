@@ -160,7 +160,7 @@ def test_lists_of_ids_without_an_end_are_looked_at_once() -> None:
     unfinished = b'data: {"choices":[' + b'"token_ids":[' * 200_000 + b"}\n\n"
     ledger = make_ledger()
     assert ledger.follow(unfinished) == (unfinished, 0, 1, len(unfinished))
-    assert ledger.flaw == "its engine sent an event that is no JSON"
+    assert ledger.flaw == "its engine sent an event that is not JSON"
 
 
 @pytest.mark.parametrize("is_followed", [False, True])

@@ -584,7 +584,7 @@ async def test_many_references_to_one_long_item_are_refused(tokenizer: Tokenizer
     error = response.json()["error"]
     assert response.status_code == 400
     assert error["param"].startswith("input[")
-    assert "bytes with what is kept" in error["message"]
+    assert "bytes including what is stored" in error["message"]
 
 
 @pytest.mark.parametrize("values", [[[]] * 300_000, [0] * 300_000])

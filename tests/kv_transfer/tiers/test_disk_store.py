@@ -191,7 +191,7 @@ def test_a_full_disk_keeps_what_it_has(tiny_disk: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"the tier's folder .* cannot be made"):
+    with pytest.raises(ConfigError, match=r"the tier's folder .* cannot be created"):
         DiskStore(tmp_path / "file" / "blocks", NAMESPACE, BLOCK_BYTES, KEY)
 
 

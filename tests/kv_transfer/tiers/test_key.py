@@ -29,7 +29,7 @@ def test_a_key_is_made_once_for_this_user_alone(tmp_path: Path) -> None:
 
 
 def test_a_key_that_was_to_be_there_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"kv_key_file=.*/none is not there; make it with: "):
+    with pytest.raises(ConfigError, match=r"kv_key_file=.*/none does not exist; make it with: "):
         load_key(tmp_path / "none", may_make=False)
 
 

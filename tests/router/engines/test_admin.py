@@ -80,7 +80,7 @@ async def test_engines_come_and_go_at_run_time(fake_a: FakeServer) -> None:
     [
         ({}, "engine: url is missing"),
         ({"url": "http://h:1", "bogus": 1}, "unknown key 'bogus'"),
-        ({"url": "http://h:1", "name": "a"}, "name='a' is there twice"),
+        ({"url": "http://h:1", "name": "a"}, "name='a' appears twice"),
         ({"url": "http://h:1", "model": "m", "kv_events": "tcp://h:1"}, "its tokenizer in the engines file"),
         ({"url": "http://h:1", "headers": {"Upgrade": "x"}}, "headers: 'Upgrade' is set by the router"),
         ({"url": "https://h:1", "tls_ca": "/etc/ca.pem"}, "tls_ca cannot be given over HTTP"),

@@ -130,7 +130,7 @@ async def test_a_server_is_added_and_removed_with_all_its_ranks(fake_a: FakeServ
         assert [rank["data_parallel_rank"] for rank in added.json()["ranks"]] == [0, 1]
         await router.all_ready("a.dp0", "a.dp1")
         again = await router.client.post("/v1/engines", json=body, headers=TOKEN)
-        assert "engine name='a.dp0' is there twice" in again.json()["error"]["message"]
+        assert "engine name='a.dp0' appears twice" in again.json()["error"]["message"]
         one = await router.client.delete("/v1/engines/a.dp1", headers=TOKEN)
         assert (one.status_code, one.json()["state"]) == (202, "draining")
         await eventually(lambda: router.fleet.get("a.dp1") is None)

@@ -174,7 +174,7 @@ async def test_a_certificate_error_counts_for_the_circuit(certificates: Certific
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"url": "http://h:1", "tls_ca": "ca"}, r"engines\[0\]: tls_ca has no use with url='http://h:1'; write"),
+        ({"url": "http://h:1", "tls_ca": "ca"}, r"engines\[0\]: tls_ca needs https, but url='http://h:1'; write"),
         ({"url": "https://h:1", "tls_cert": "c"}, r"engines\[0\]: tls_cert='c' is given without tls_key; give both"),
         ({"url": "https://h:1", "tls_key": "k"}, r"engines\[0\]: tls_key='k' is given without tls_cert; give both"),
     ],

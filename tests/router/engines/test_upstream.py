@@ -257,7 +257,7 @@ async def test_nothing_listens_there() -> None:
 
 
 def test_a_header_cannot_begin_another() -> None:
-    with pytest.raises(ValueError, match="line end"):
+    with pytest.raises(ValueError, match="line break"):
         Upstream("http://127.0.0.1:1", {"x": "a\r\nb: c"}, connect_timeout_s=1.0)
 
 

@@ -33,7 +33,7 @@ def test_good_settings_pass_and_nothing_is_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"kv_key_file": "none"}, "kv_key_file={}/none is not there; make it with: "),
+        ({"kv_key_file": "none"}, "kv_key_file={}/none does not exist; make it with: "),
         ({"kv_key_file": ""}, "kv_key_file={}.* Is a directory; give a file"),
         ({"disk_cache_path": "file"}, "disk_cache_path: {}/file cannot be a folder: {}/file is not one"),
         ({"disk_cache_path": "file/below"}, "disk_cache_path: {}/file/below cannot be a folder: {}/file is not one"),
