@@ -209,7 +209,7 @@ def _run(process: psutil.Process, target: Watched, attack: _Attack, seconds: flo
 
 @contextlib.contextmanager
 def _memory_of(process: psutil.Process) -> Iterator[list[float]]:
-    """Resident memory of the processes that serve HTTP, in MB, taken again and again while the block runs."""
+    """Resident memory of the processes that serve HTTP, in MB, taken repeatedly while the block runs."""
     edges = [child for child in process.children() if "tandem.frontend.processes.child" in child.cmdline()]
     sizes_mb, done = list[float](), threading.Event()
 

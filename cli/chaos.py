@@ -73,7 +73,7 @@ def chaos(
 ) -> int:
     """Test what clients lose while workers die, leave and change roles: on a server of its own, under steady load.
 
-    Workers are killed, or stopped for 3 and 20 s; KV is delayed, damaged and lost on its way; the folder of the disk
+    Workers are killed, or stopped for 3 and 20 s; KV is delayed, damaged and lost in transit; the folder of the disk
     cache vanishes. Workers are flipped, drained, restarted and added, and answers migrate. Every answer is compared
     with an undisturbed one. The exit code is 1 if a request failed, a token differed, a worker held memory that nobody
     used, or an operation did not end.

@@ -30,7 +30,7 @@ def server_client(
             yield client
     except httpx.ConnectError as exc:
         raise no_server(base_url, exc, "start one with: tandem serve") from exc
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as exc:  # the last for a host that is no name
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as exc:  # the last for a host that is not a name
         raise ConfigError(f"url={url!r} is not of the form http://host:port ({exc})") from exc
     except httpx.HTTPError as exc:
         raise lost_error(f"lost the server at url={base_url}: {exc or type(exc).__name__}") from exc

@@ -37,7 +37,7 @@ Generated from the code by `make generated`. `GET /metrics` has them in Promethe
 their own: what they report is in the router's metrics, under the label `worker`. Samples that name a tenant need an
 operator's key if the server has API keys.
 
-Counters only rise, and begin anew when the server starts. Those with the label `worker` begin anew when that worker is
+Counters only rise, and restart at zero with the server. Those with the label `worker` restart when that worker is
 replaced, and have no samples while it is away; `rate` and `increase` of Prometheus allow for that. `serve` is
 `tandem serve` with Tandem's own engine; with `--engine` it has the metrics of `route`. A scraper whose `Accept` header
 prefers `application/openmetrics-text` gets OpenMetrics 1.0, without `_created` samples.

@@ -77,7 +77,7 @@ def write_report(path: Path, page: str) -> None:
 
 
 def progress_bars() -> Progress:
-    """Bars on stderr while the block runs; none if it is no terminal.
+    """Bars on stderr while the block runs; none if it is not a terminal.
 
     Drawn twice a second only: the terminal's thread takes time from a server on the same cores.
     """

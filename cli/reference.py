@@ -22,7 +22,7 @@ from tandem.protocol.config import (
 )
 from tandem.protocol.settings import Field, range_of, settings_of
 
-_CHART_DECIDES = {"ray_address"}  # settings that are no helm values
+_CHART_DECIDES = {"ray_address"}  # settings that are not helm values
 HELM_COMPONENTS: dict[str, list[Field]] = {
     component: [
         field

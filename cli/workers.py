@@ -26,7 +26,7 @@ Timeout = Annotated[
 
 _READ_TIMEOUT_S = 30.0
 _POLL_S = 0.2
-_REFUSED_S = 60.0  # how long to ask again while a worker flips or another one is on its way
+_REFUSED_S = 60.0  # how long to keep asking while a worker flips or another one is coming
 
 
 class WorkerChangeError(ServingError):

@@ -104,7 +104,7 @@ def _why_of_no_use(claim: WorkerClaim, member: Member | None, members: Collectio
 
 
 async def _discard(orphan: OrphanedWorker, why: str) -> None:
-    """End a worker that is of no use here, and wait until its resources are free."""
+    """End a worker that is not needed here, and wait until its resources are free."""
     logger.warning("worker %s of an earlier server is ended: %s", orphan.claim.config.worker_id, why)
     end_actor(orphan.actor, _ITS_NAME)
     await _until_gone(orphan.claim.process)
@@ -180,6 +180,6 @@ def _actor_named(name: str, namespace: str) -> Any:
 
 
 def kill_all(orphans: Sequence[OrphanedWorker]) -> None:
-    """End workers that were claimed. Those that have ended are no error."""
+    """End workers that were claimed. Those that have already ended are not an error."""
     for orphan in orphans:
         end_actor(orphan.actor, _ITS_NAME)

@@ -137,7 +137,7 @@ class WorkerBundles:
         return num_cpus <= free_cpus + _ROUNDING and num_gpus <= free_gpus + _ROUNDING
 
     def give_back(self, bundle: Bundle) -> None:
-        """Take a bundle back that nobody uses any more. If `another` asked for it, its node may be given up."""
+        """Take back a bundle that is no longer used. If `another` asked for it, its node may be given up."""
         group_id = bundle.place.group
         self._num_used[group_id] -= 1
         self._free.append(bundle)

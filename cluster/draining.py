@@ -67,7 +67,7 @@ class Drains:
         if member.is_up:
             member.drain(restart=restart)
             leave = partial(self._drain, member, grace_s, record)
-        else:  # it is being started, has no room, or dies again and again
+        else:  # it is being started, has no room, or dies repeatedly
             member.give_up(reason)
             leave = partial(self._note_gone, member, record)
         self._background.start(f"the drain of {worker}", leave)

@@ -51,7 +51,7 @@ async def stop_serving(
         timeout_s = config.shutdown_grace_s
         frontend.leave()
         if config.shutdown_delay_s:
-            progress(f"SIGTERM: not ready any more, but serving for another {config.shutdown_delay_s:g} s")
+            progress(f"SIGTERM: no longer ready, but serving for another {config.shutdown_delay_s:g} s")
             await wait_for_any(frontend.serving, signals.stop_now, timeout_s=config.shutdown_delay_s)
     await drain(frontend, signals.stop_now, shut_down, timeout_s, progress)
 

@@ -41,7 +41,7 @@ class Joins:
             record.setdefault("serving_after_s", round(time.time() - float(str(record["began"])), 3))
 
     def withdraw(self, member: Member, reason: str) -> None:
-        """Note that a worker could not be started, or that nobody waits for it any more. It is not tried again."""
+        """Note that a worker could not be started, or that nobody waits for it now. It is not tried again."""
         if (record := self._record_of(member)) is not None:
             record["withdrawn"] = reason
 

@@ -70,7 +70,7 @@ class MemberState(Enum):
     UP = "up"  # it serves
     DRAINING = "draining"  # it finishes its work; then its process ends
     LEAVING = "leaving"  # it has no process, or one that is being ended, and no other one follows
-    GONE = "gone"  # nobody looks after it any more
+    GONE = "gone"  # no longer supervised
 
 
 _TRANSITIONS: dict[MemberState, frozenset[MemberState]] = {
@@ -104,7 +104,7 @@ class Member(ABC):
         self.role = role
         self.restarts = restarts
         self.state = MemberState.DOWN
-        self.given_up = ""  # why nobody waits any more for a process that does not serve; "" = somebody does
+        self.given_up = ""  # why a process that does not serve is no longer waited for; "" = it is
         self.bundle: Bundle | None = None  # where its processes run
         self.is_added = False  # whether it came later: if it cannot start, the others go on serving
         self.orphan: OrphanedWorker | None = None  # the process that an earlier server left, until it is taken over
@@ -154,19 +154,19 @@ class Member(ABC):
         self._is_restarting = restart
 
     def give_up(self, reason: str) -> None:
-        """Nobody waits any more for a process that does not serve: from DOWN or STARTING."""
+        """A process that does not serve is no longer waited for: from DOWN or STARTING."""
         assert self.is_coming, f"{self.worker_id} is {self.state.value}"
         self.given_up = reason
         self._end(MemberState.LEAVING, reason)
 
     def die(self, reason: str) -> None:
-        """Its process has died, or must be ended. Where it has none (any more), the death is known already."""
+        """Its process has died, or must be ended. If it has none, the death is already known."""
         if self.state in (MemberState.STARTING, MemberState.UP, MemberState.DRAINING):
             is_last = self.state is MemberState.DRAINING and not self._is_restarting
             self._end(MemberState.LEAVING if is_last else MemberState.DOWN, reason)
 
     def forget(self) -> None:
-        """Nobody looks after it any more: from LEAVING."""
+        """It is no longer supervised: from LEAVING."""
         self._go(MemberState.GONE)
 
     def release(self) -> tuple[ProcessIdentity | None, PeerAddress | None]:
@@ -481,7 +481,7 @@ def end_actor(actor: Any, name: str) -> None:
     """Let Ray end an actor's process."""
     try:
         ray.kill(actor, no_restart=True)
-    except (RayError, ValueError) as exc:  # Ray may know nothing of it any more
+    except (RayError, ValueError) as exc:  # Ray may no longer know it
         logger.warning("Ray could not end %s: %s", name, first_line(exc))
 
 

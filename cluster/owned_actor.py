@@ -80,7 +80,7 @@ class OwnedActor(ABC):
         return own_identity(ray.get_runtime_context().get_node_id())
 
     def renew(self, owner: str) -> bool:
-        """Prolong the owner's lease. Returns False if this worker is another server's by now."""
+        """Prolong the owner's lease. Returns False if this worker now belongs to another server."""
         assert self._ownership is not None, "it may outlive its server"
         return self._ownership.renew(owner, time.monotonic())
 

@@ -81,7 +81,7 @@ class Ownership:
             return ""
 
     def renew(self, owner: str, now: float) -> bool:
-        """Prolong the lease. Returns False if the worker is another owner's by now."""
+        """Prolong the lease. Returns False if the worker now belongs to another owner."""
         with self._lock:
             if self._owner != owner:
                 return False

@@ -34,7 +34,7 @@ from tandem.runtime.cleanup import RAY_FOLDER
 from tandem.runtime.daemon_threads import in_daemon_thread
 from tandem.runtime.signals import defer_stop, ignore_keyboard_interrupt
 
-_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # about the least that Ray accepts: nothing of ours goes through it
+_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # about the least that Ray accepts: we send nothing through it
 _RAY_AUTH_MODE = "RAY_AUTH_MODE"
 _RAY_LOGS = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
 # The daemons of a private Ray. Without any one of them it is useless, and it does not restart them.

@@ -87,7 +87,7 @@ class Supervisor(WorkerManager):
         )
         self._requests = NodeRequests(config.service_name) if config.ray_address else None
         self._is_stopping = False
-        self._is_hands_off = False  # Ray is dead, or the workers are another server's by now
+        self._is_hands_off = False  # Ray is dead, or the workers now belong to another server
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # marks it as seen
         registry.listen(self._on_change)
@@ -130,7 +130,7 @@ class Supervisor(WorkerManager):
 
     @property
     def failure(self) -> asyncio.Future[None]:
-        """Fails, with an error that says why, once nothing can be served any more: no worker lives or comes back."""
+        """Fails, with an error that says why, once nothing can be served: no worker lives or comes back."""
         return self._failure
 
     @property
@@ -420,7 +420,7 @@ class Supervisor(WorkerManager):
             member.die(change.reason)
 
     def _crashed(self, exc: Exception) -> None:
-        """End the service: nobody looks after a worker any more."""
+        """End the service: workers are no longer supervised."""
         self._fail(WorkerError(f"the supervision of a worker failed, see the log: {first_line(exc)}"))
 
     def _fail(self, error: ServingError) -> None:

@@ -222,7 +222,7 @@ class DecodeRole:
         )
         if released is None:
             return
-        if message.reason == FINISHED_EARLY:  # the router has the whole answer, or it is on its way there
+        if message.reason == FINISHED_EARLY:  # the router has the whole answer, or will have it soon
             self._drop(message.request_id)
         self._release(released, first_token_ids=message.first_token_ids)
 

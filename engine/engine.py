@@ -657,7 +657,7 @@ class Engine:
             outputs.append(self._note_token(sequence, len(sequence.token_ids) - 1, None))
         if sequence.finish_reason is not None or sequence.phase is Phase.PREFILL_ONLY:
             self._remove(sequence, keep_blocks=sequence.phase is Phase.PREFILL_ONLY)
-        elif not sampled.is_on_device:  # later steps computed with the one that is there
+        elif not sampled.is_on_device:  # later steps computed with the existing one
             sequence.drop_pending_tokens()
             for step in self._launched:
                 step.void.add(sequence)

@@ -105,7 +105,7 @@ def load_model(
     """Load `config.model` onto its device in its dtype, with paged attention in every layer.
 
     With `group`, load this rank's shard, and call `join` to meet the other ranks before the first forward. Raises
-    ConfigError when the folder is no model, lacks weights, or has an architecture or a quantization that cannot
+    ConfigError when the folder is not a model, lacks weights, or has an architecture or a quantization that cannot
     be served here.
     """
     folder = Path(config.model)

@@ -326,7 +326,7 @@ def _stack_layers(model: nn.Module) -> None:
 
 
 def _shape_of(layer: _ProvenLayer) -> tuple[object, ...]:
-    """Layers of several windows are no stack: outside an engine step each needs a mask of its own."""
+    """Layers of several windows are not a stack: outside an engine step each needs its own mask."""
     return layer.settings.num_kv_heads, layer.settings.head_dim, layer.dtype, layer.window()
 
 

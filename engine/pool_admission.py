@@ -14,7 +14,7 @@ from tandem.engine.queues import SequenceQueues
 from tandem.engine.sequence import Sequence
 from tandem.engine.sequence_blocks import SequenceBlocks
 
-# A preempted sequence comes back once there is room for this many steps. Its stream stands still until then, and would
+# A preempted sequence comes back once there is room for this many steps. Its stream stalls until then, and would
 # soon do so again if the others ran longer than the room allows. A tenant that holds less than others needs no more
 # either: they give way later, too.
 _SURE_STEPS = 128
@@ -112,7 +112,7 @@ class PoolAdmission:
         return self._demand(sequence, self._blocks.num_needed(sequence) - num_held)
 
     def _may_pass(self, demand: BlockDemand, head: Sequence | None) -> bool:
-        """Whether a sequence may pass the head. The stream of a preempted head stands still, so nothing passes it."""
+        """Whether a sequence may pass the head. The stream of a preempted head is stalled, so nothing passes it."""
         if head is None:
             return True
         return not head.has_first_token and head.num_passed_blocks + demand.num_blocks <= self._pool.num_blocks

@@ -168,7 +168,7 @@ class Sequence:
         return WorkerPriority(self.order, self.priority.max_step_tokens)
 
     def take_forks(self) -> list[Sequence]:
-        """Its forks, which do not wait for its prompt any more."""
+        """Its forks, which no longer wait for its prompt."""
         forks, self.forks = self.forks, []
         for fork in forks:
             fork.leader = None

@@ -41,7 +41,7 @@ from tandem.protocol.grammar import (
 
 MAX_COMPILED = 64  # grammars that are kept: requests of one application share theirs
 _MAX_THREADS = 8  # threads that compute masks
-_MAX_RUN_BYTES = 512  # of a forced text whose tokens are looked for one by one: each time the rest of it is cut anew
+_MAX_RUN_BYTES = 512  # of a forced text whose tokens are found one by one: each time the rest of it is tokenized again
 # Wait for masks after a step's forward. Most take less than a millisecond, but all cores may be busy.
 _MAX_MASK_WAIT_S = 0.02
 
@@ -63,7 +63,7 @@ class _Compiled(NamedTuple):
 
 
 class _Compilation:
-    """A grammar, and its compiled form once that is there. Its matchers keep it alive while it waits."""
+    """A grammar, and its compiled form once that exists. Its matchers keep it alive while it waits."""
 
     def __init__(self, grammar: str, root: bytes) -> None:
         self.grammar = grammar
@@ -347,7 +347,7 @@ class StructuredOutput:
         return GrammarMatcher(compilation)
 
     def begin_masks(self, rows: list[MaskRequest]) -> None:
-        """Begin to compute what each matcher allows after its new tokens. A late mask that is there now is kept."""
+        """Begin to compute what each matcher allows after its new tokens. A late mask that has arrived is kept."""
         rows = [row for row in rows if row.matcher.pending is None]
         quick = [row for row in rows if not row.matcher.is_slow]
         for number in range(min(self._num_maskers, len(quick))):

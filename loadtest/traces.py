@@ -26,7 +26,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """The requests of a .jsonl or .jsonl.gz file, in order. Raises `ValueError` for a line that is no request."""
+    """The requests of a .jsonl or .jsonl.gz file, in order. Raises `ValueError` for a line that is not a request."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -280,7 +280,7 @@ class PrefillRole:
         return self._outbox.has_lease(handoff.sequence.request_id, handoff.receiver.process)
 
     def _due(self) -> list[_Handoff]:
-        """Handoffs that need their lease by now, whether or not it has been requested.
+        """Handoffs that need their lease now, whether or not it has been requested.
 
         Grants are read between two steps. To write while the prompt's last step computes, the lease must be requested
         before the step ahead of that one, and still earlier if the transfer takes longer than the last step.

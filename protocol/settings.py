@@ -126,7 +126,7 @@ def checked(field: Field, value: Any, *, where: str = "") -> Any:
     is_valid = field.setting.is_valid
     try:
         converted = msgspec.convert(value, field.checked_type)
-    except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # the latter for bytes that are no UTF-8 in a flag
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # the latter for bytes that are not UTF-8 in a flag
         raise ConfigError(f"{where}{field.name}={value!r} must be {rule_of(field, value)}") from exc
     if isinstance(converted, str) and not _is_text(converted):
         raise ConfigError(f"{where}{field.name}={value!r} must be text in UTF-8 without the character \\0")
@@ -140,7 +140,7 @@ def checked(field: Field, value: Any, *, where: str = "") -> Any:
 
 
 def _is_text(value: str) -> bool:
-    """Whether the value can be a path, and can be sent: a flag may have bytes that are no UTF-8, a file \\u0000."""
+    """Whether the value can be a path, and can be sent: a flag may have bytes that are not UTF-8, a file \\u0000."""
     try:
         return b"\0" not in value.encode()
     except UnicodeEncodeError:

@@ -99,7 +99,7 @@ def _unreadable(file: NamedFile, exc: OSError) -> ConfigError:
 
 def _certificates_in(file: NamedFile, content: bytes) -> Sequence[Certificate]:
     """All certificates of a file, at least one."""
-    from cryptography.x509 import load_pem_x509_certificates  # here: only those who use TLS wait for it
+    from cryptography.x509 import load_pem_x509_certificates  # here, because only users of TLS need it
 
     try:
         return load_pem_x509_certificates(content)

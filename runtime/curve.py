@@ -117,7 +117,7 @@ class KeyAuthenticator:
     """The public keys that may connect to the listening sockets of a context.
 
     ZeroMQ asks it about each connection, on a thread that ends with the context. An unknown key waits for a moment,
-    because its introduction may be on its way. After that it is dropped without a reply.
+    because its introduction may follow. After that it is dropped without a reply.
 
     Frames of an accepted connection carry its key: `frame.get("User-Id")`. NOTE: a revoked key stays connected, so
     check the key of each message.

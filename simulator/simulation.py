@@ -196,7 +196,7 @@ class _Simulation:
             self._fleet.registry.set_state(worker_id, WorkerState.READY, "started")
 
     def _let_idle_leave(self) -> None:
-        """Workers that drain leave once nothing is booked on them, and no KV of theirs is on its way."""
+        """Workers that drain leave once nothing is booked on them, and none of their KV is in transit."""
         for worker in list(self._fleet.registry):
             is_booked = worker.num_booked_seqs or worker.prompts
             simulated = self._workers[worker.worker_id]

@@ -70,7 +70,7 @@ class Run:
         return num_steps * (self._alpha + self._beta * num_steps)
 
     def num_done(self, now: float) -> int:
-        """Steps that have ended by now."""
+        """Steps that have ended."""
         elapsed_s = max(now - self.start_s, 0.0)
         # The root of beta j^2 + alpha j = elapsed, in the form that is exact for beta = 0; rounding is corrected below.
         root = 2 * elapsed_s / (self._alpha + math.sqrt(self._alpha**2 + 4 * self._beta * elapsed_s))

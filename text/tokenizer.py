@@ -2,7 +2,7 @@
 
 Works without torch. Encoding uses the fast tokenizer inside transformers' wrapper, because its calls share no state:
 the wrapper sets truncation and padding on each call, which fails if two threads meet. Long texts go to its batch calls,
-even a single text: the other calls hold the GIL, and the event loop would stand still.
+even a single text: the other calls hold the GIL, and the event loop would stall.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class LongRequest:
 
     request: Generate | Prefill | Decode
     outcome: Future[UnpackedRequest | Exception]
-    cancelled: set[str] = field(default_factory=set)  # the names of answers that nobody wants any more
+    cancelled: set[str] = field(default_factory=set)  # the names of answers that are no longer wanted
 
 
 class LongPrompts:
@@ -61,7 +61,7 @@ class LongPrompts:
         outcome.add_done_callback(lambda _: self._wake())
 
     def cancel(self, name: str) -> None:
-        """Note that nobody wants this answer any more; unknown names are ignored."""
+        """Note that this answer is no longer wanted; unknown names are ignored."""
         for one in self._requests:
             if name in one.request.request_ids:
                 one.cancelled.add(name)

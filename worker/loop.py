@@ -137,7 +137,7 @@ class Worker:
         self.parts.sockets.forget_peer(peer)
 
     def peer_died(self, peer: PeerAddress) -> None:
-        """That process is gone for certain: none of its writes will land any more, so free what it reserved."""
+        """That process is certainly gone: none of its writes will land, so free what it reserved."""
         self.peer_given_up(peer)
         self.parts.decode.peer_lost(peer.process)
         self.parts.lender.peer_lost(peer.process)

@@ -52,7 +52,7 @@ class RouterReplies:
     def welcome(self, identity: bytes, hello: Hello, card: WorkerCard) -> list[str]:
         """Tell a router who this is. From then on it gets every step's statistics and all block events.
 
-        Returns requests that nobody waits for any more: the router sent them by a connection that it has given up.
+        Returns requests that nobody waits for: the router sent them by a connection that it has given up.
         """
         if hello.wire_version != WIRE_VERSION:
             refusal = f"wire version {hello.wire_version} there, {WIRE_VERSION} here"

@@ -1,6 +1,6 @@
 """The Ray actor around one engine server: starts it, watches it, and ends its whole process tree.
 
-However the actor ends, nothing of the server is left: its processes carry a mark, and a guard process that outlives the
+However the actor ends, nothing of the server remains: its processes carry a mark, and a guard process that outlives the
 actor ends all that have it (`runtime/cleanup.py`).
 """
 

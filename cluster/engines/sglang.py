@@ -57,7 +57,7 @@ OUR_FLAGS = {
 }
 _BACKEND, _SWITCH = "--disaggregation-transfer-backend", "--enable-pd-role-switch"
 _QUIET = "--uvicorn-access-log-exclude-prefixes"
-_SWITCHING_BACKENDS = ("mooncake", "mooncake_tcp", "mori")  # whose connections can be torn down and made anew
+_SWITCHING_BACKENDS = ("mooncake", "mooncake_tcp", "mori")  # whose connections can be torn down and rebuilt
 _MODES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 _PAGE_SIZE = "16"  # SGLang's own default, 1, would be one block per token
 _CPU_KV_TOKENS = "32768"  # for each server on a CPU; by itself SGLang would take most of the machine's memory

@@ -10,13 +10,13 @@ _NOTHING_DONE = WorkDone(0.0, is_of_each_step=False)  # SGLang shows its counter
 
 
 class ServerStallWatch:
-    """Watches one server. It stalls if it has requests and its counters stand still, or if it stops answering.
+    """Watches one server. It stalls if it has requests and its counters do not change, or if it stops answering.
 
     The router judges an engine by its requests too, and sooner (`EngineProgress`); this one ends the server.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s` is how long the counters of a server that has requests may stand still."""
+        """`timeout_s` is how long the counters of a server that has requests may stay unchanged."""
         self._timeout_s = timeout_s
         self._work = WorkCounter()
         self._since_s: float | None = None  # when it last showed that it works

@@ -196,7 +196,7 @@ private:
   }
 };
 
-// By vectors: sixteen rows at once where there are so many, else four.
+// By vectors: sixteen rows at once where there are that many, else four.
 template <typename Format> struct VectorAttention {
   using T = typename Format::Element;
   using Few = RowAttention<Format>;

@@ -47,7 +47,7 @@ public:
   // as one.
   void stop() { ++num_stops_; }
 
-  // Where in `workspace` there are this many bytes for the phases to come. Without repeats, later ones use them anew.
+  // Where in `workspace` there are this many bytes for the phases to come. Without repeats, later ones reuse them.
   int64_t reserve(int64_t bytes) {
     const int64_t offset = has_repeats_ ? workspace_bytes_ : 0;
     workspace_bytes_ = std::max(workspace_bytes_, offset + (bytes + 63) / 64 * 64);
@@ -55,7 +55,7 @@ public:
   }
   void *workspace(int64_t offset) const { return static_cast<char *>(workspace_) + offset; }
 
-  // A table that is there for as long as the plan is; `work` may point into it.
+  // A table that lives as long as the plan; `work` may point into it.
   template <typename T> const T *keep(std::vector<T> table) {
     const auto kept = std::make_shared<const std::vector<T>>(std::move(table));
     tables_.push_back(kept);

@@ -16,7 +16,7 @@ template <typename User> void *scratch(int64_t bytes) {
   };
   thread_local std::unique_ptr<void, Free> memory;
   thread_local int64_t size = 0;
-  bytes = std::max<int64_t>(bytes, 1); // nothing to do is no lack of memory
+  bytes = std::max<int64_t>(bytes, 1); // nothing to do is not a lack of memory
   if (bytes > size) {
     memory.reset(); // first, so that both never exist
     size = (bytes + 63) / 64 * 64;

@@ -1,9 +1,9 @@
 // The threads that run plans: the caller, and helpers that stay from one plan to the next.
 //
-// Threads take the items of a phase from one counter, and whoever completes the last item opens the next phase. So a
+// Threads take the items of a phase from one counter, and the one that completes the last item opens the next phase. So a
 // thread that loses its core delays the item that it holds and nothing else. Who finds nothing to do spins for a moment.
 // Then it runs an item that another thread still holds, if the plan allows that: the first to complete it counts. If not,
-// it sleeps, which lets the system run the other thread there. A plan is over when no thread works on it any more.
+// it sleeps, which lets the system run the other thread there. A plan is over when no thread works on it.
 // A helper that finds itself on the caller's core moves to another one.
 
 #include "plan.h"

@@ -3,7 +3,7 @@
 All rows of a step are sampled together and read back once. A row's token never depends on the rest of the batch.
 
 Every row gives a token, whatever its logits and parameters are: if no probability is left (an infinite logit, nan,
-every token banned), the most likely token is taken. If a row raises all the same, the exception is returned in its
+every token banned), the most likely token is taken. If a row still raises, the exception is returned in its
 place.
 """
 

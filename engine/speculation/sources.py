@@ -74,7 +74,7 @@ class RequestTexts:
 
     @property
     def num_indexed(self) -> int:
-        """Tokens in which drafts are looked for by now."""
+        """Tokens in which drafts are searched so far."""
         return self.prompt.num_indexed + (0 if self.prediction is None else self.prediction.num_indexed)
 
 
@@ -94,7 +94,7 @@ class DraftSources:
 
     @property
     def num_indexed(self) -> int:
-        """Tokens of its own text and of the prediction in which drafts are looked for by now."""
+        """Tokens of its own text and of the prediction in which drafts are searched so far."""
         return self._text.num_indexed + self._texts.num_indexed
 
     def propose(self, token_ids: Seq[int], most: int, least_share: float, max_grams: int) -> list[float]:

@@ -56,7 +56,7 @@ class _Follower:
     def __init__(self, rank: int, store: int) -> None:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT_S.to_bytes(8, "little") + bytes(8))
-        lifeline, self._lifeline = os.pipe()  # the kernel ends the process when nobody holds our end any more
+        lifeline, self._lifeline = os.pipe()  # the kernel ends the process when our end is closed
         self.rank = rank
         with theirs, open(lifeline, "rb"):
             passed = (theirs.fileno(), store, lifeline)

@@ -99,7 +99,7 @@ class RouterApp(FastAPI):
         return self._settings.leaving.is_set()
 
     def leave(self) -> None:
-        """The server is going to end: it is not ready any more, and no connection is used again."""
+        """The server is going to end: it is no longer ready, and no connection is used again."""
         self._settings.leaving.set()
 
     def on_drain(self, end: Callable[[], None]) -> None:

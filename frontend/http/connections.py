@@ -73,7 +73,7 @@ class Connections:
         self.open: set[Connection] = set()
         self._waiting: OrderedDict[Connection, None] = OrderedDict()  # the one that has waited longest first
         self._by_network: dict[str, OrderedDict[Connection, None]] = {}  # the same, without those that have a key
-        self._leaving: OrderedDict[Connection, None] = OrderedDict()  # not open any more, but not gone
+        self._leaving: OrderedDict[Connection, None] = OrderedDict()  # no longer open, but not gone
         self._left_s, self._num_left = 0.0, 0  # clients of this second that closed their side before they were read
         self._ticked_s = time.monotonic()
         self._warned_s = -math.inf
@@ -210,7 +210,7 @@ def network_of(peer: Any) -> str:
 def has_left(transport: asyncio.BaseTransport) -> bool:
     """Whether the client has closed its side, although what it sent before is still being read.
 
-    It takes microseconds; to serve those who gave up before they were accepted takes a ms each, while others wait.
+    It takes microseconds; to serve clients that gave up before they were accepted takes 1 ms each, while others wait.
     """
     if (client := transport.get_extra_info("socket")) is None:
         return False

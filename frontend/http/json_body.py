@@ -16,7 +16,7 @@ from tandem.frontend.http.wrong_value import wrong_value
 from tandem.protocol.errors import RequestError, missing_parameter
 
 MAX_BRACKETS = 1 << 19  # of a body, and of the arguments of a tool call, which are JSON too
-LARGE_BODY_BYTES = 64 * 1024  # their objects are too many for the garbage collector to walk again and again
+LARGE_BODY_BYTES = 64 * 1024  # their objects are too many for the garbage collector to walk repeatedly
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
 
@@ -96,7 +96,7 @@ def _reason(message: str, body: bytes, request_type: type[msgspec.Struct], path:
     try:
         return wrong_value(body, request_type, path)
     except (LookupError, StopIteration, ValueError, RecursionError, msgspec.MsgspecError):
-        pass  # what follows the wrong value is no JSON, or repeats a name
+        pass  # what follows the wrong value is not JSON, or repeats a name
     problem = message.partition(" - at ")[0].replace(" | null", "").replace("`", "'")
     return f"{problem[0].lower()}{problem[1:]}"
 

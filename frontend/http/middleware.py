@@ -224,7 +224,7 @@ def _declared_bytes(headers: Mapping[bytes, bytes]) -> int | None:
 
 
 def _has_small_body(headers: Mapping[bytes, bytes], declared_bytes: int | None) -> bool:
-    """Whether the body can be read as it comes: it is not encoded, and too small to need a limit or a turn."""
+    """Whether the body can be read as it arrives: it is not encoded, and too small to need a limit or a turn."""
     is_plain = b"content-encoding" not in headers and b"transfer-encoding" not in headers
     return is_plain and declared_bytes is not None and declared_bytes <= LARGE_BODY_BYTES
 

@@ -208,7 +208,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _forget_requests(self) -> None:
         """End all circles of references, so that this connection leaves nothing to the garbage collector.
 
-        That of 100,000 connections takes it a second, in which everything stands still.
+        That of 100,000 connections takes it a second, in which everything stalls.
         """
         self.cycle = self._running = self._held = self.scope = None  # type: ignore[assignment]  # as before a request
         self._pending_refusal = None
@@ -283,7 +283,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {DIRECT_WRITE: {"write": partial(_write, self.cycle)}, ADMIT: {"admit": self._admit}}
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
-        self.headers = []  # trailers are appended here; they must not count as headers, which are checked by now
+        self.headers = []  # trailers are appended here; they must not count as headers, which are already checked
         self._num_stray_bytes = 0
         if self.pipeline:  # its body may lie here unread: the client owes nothing until the request runs
             self._deadline_s = math.inf

@@ -95,7 +95,7 @@ def add_worker_routes(app: FastAPI, operator_api: OperatorApi) -> None:
     async def drain_worker(request: Request) -> Response:
         """Let a worker leave, or start it again with `"restart": true`, without a request failing.
 
-        Answers when it has begun; `/v1/pools` tells of its end. Needs an operator's key.
+        Answers when it has begun; `/v1/pools` shows its end. Needs an operator's key.
         """
         drain = await _read(request, shapes.Drain, '{"worker": NAME, "grace_s": SECONDS, "restart": true or false}')
         with audited(request, "worker.restart" if drain.restart else "worker.drain", drain.worker):

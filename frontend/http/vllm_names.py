@@ -40,7 +40,7 @@ _LABELS = {"le": "le", "reason": "finished_reason", "worker": "engine"}
 def with_vllm_names(families: Iterable[Metric], model: str) -> Iterator[Metric]:
     """The families, then those that vLLM has too, under its names. `model` is the label `model_name`.
 
-    The server is shown as one engine, 0. Only a counter of each worker names the worker there: such counters begin anew
+    The server is shown as one engine, 0. Only a counter of each worker names the worker there: such counters restart
     one by one, and their sum would fall.
     """
     found: dict[str, Metric] = {}

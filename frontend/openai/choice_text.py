@@ -46,7 +46,7 @@ class ChoiceDelta:
     num_loaded_tokens: dict[str, int] | None = None  # cached tokens that were not in the pool, by tier
     num_reasoning_tokens: int = 0  # how many of `num_tokens` are reasoning
     num_accepted_tokens: int = 0  # how many of `num_tokens` a step computed because the request predicted them
-    num_rejected_tokens: int = 0  # predicted tokens that a step computed in vain
+    num_rejected_tokens: int = 0  # predicted tokens that a step computed for nothing
     finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
     entries: list[TokenEntry] = field(default_factory=list)

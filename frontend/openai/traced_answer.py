@@ -21,7 +21,7 @@ class TracedAnswer(Stream["ChoiceDelta"]):
     """The deltas of an answer, whose numbers are added to the request's span when they end."""
 
     def __init__(self, deltas: Stream[ChoiceDelta], answer: PlannedAnswer, span: LiveSpan) -> None:
-        """The request has been read, checked and tokenized by now."""
+        """The request has now been read, checked and tokenized."""
         self._deltas = deltas
         self._answer = answer
         self._span = span

@@ -163,7 +163,7 @@ class DecidingClient:
         self._fail_all("a message of the deciding process could not be handled")
 
     def _on_lost(self) -> None:
-        """The deciding process has ended, or has closed the connection: nothing can be decided any more."""
+        """The deciding process has ended, or has closed the connection: nothing more can be decided."""
         self.is_silent = True
         self._fail_all("the deciding process has closed the connection")
         self._settings.on_lost()

@@ -35,7 +35,7 @@ INTERNAL_ERROR = wire.WireError("ServingError", "Internal server error.", None, 
 
 
 class LastingCall(ABC):
-    """A call in progress. It sends results until it ends, fails, or is cancelled because nobody waits any more."""
+    """A call in progress. It sends results until it ends, fails, or is cancelled because nobody waits for it."""
 
     request_id: str  # for the log
 

@@ -57,7 +57,7 @@ class Events(_Message, Generic[T], frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """The call is over, or nobody waits for it any more."""
+    """The call is over, or nobody waits for it."""
 
     number: int
 

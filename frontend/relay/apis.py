@@ -219,7 +219,7 @@ class _MessagesApi(Api):
         return _positive(body.get("max_tokens"))
 
     def can_hand_over(self, body: Json) -> bool:
-        # The call of a named tool is decoded from JSON, and one token is no JSON.
+        # The call of a named tool is decoded from JSON, and one token is not JSON.
         return as_dict(body.get("tool_choice")).get("type") != "tool"
 
     def prefill_body(self, body: Json) -> Json:

@@ -36,7 +36,7 @@ _SETTLED = frozenset(
         *("prompt_cache_key", "session_id", "conversation_id", "parallel_tool_calls"),
     }
 )
-# Fields that must be unset or have one of these values: otherwise their effect would start anew.
+# Fields that must be unset or have one of these values: otherwise their effect would start over.
 _OFF: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -75,7 +75,7 @@ def obstacle(api: Api, body: Json) -> str:
 
 
 def stops_of(body: Json) -> list[str] | None:
-    """The stop strings of a request; None if they are no strings."""
+    """The stop strings of a request; None if they are not strings."""
     stops = body.get("stop")
     if stops is None or isinstance(stops, str):
         return [stops] if stops else []

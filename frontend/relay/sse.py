@@ -29,7 +29,7 @@ class SseEvent:
     raw: bytes
     body: dict[str, Any] | None
     is_done: bool = False  # it ends the stream
-    is_opaque: bool = False  # its data is no JSON object: it is forwarded, as it may be a part of the answer
+    is_opaque: bool = False  # its data is not a JSON object: it is forwarded, as it may be a part of the answer
     is_piece: bool = False  # it contains a part of the answer
     is_opening: bool = False  # that part is the role alone, no token
     usage: dict[str, Any] | None = None  # tokens used, in the shape of chat completions

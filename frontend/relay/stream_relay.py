@@ -151,7 +151,7 @@ class StreamRelay:
         for raw in others:
             if b"data:" not in raw:  # a comment, as engines send them while they compute
                 continue
-            if self._events.leading_pieces(raw)[0]:  # NOTE: not parsed; Python's servers send NaN, which is no JSON
+            if self._events.leading_pieces(raw)[0]:  # NOTE: not parsed; Python's servers send NaN, which is not JSON
                 if self._num_tokens(1, raw):
                     self._observer.saw_tokens(1)
                 shown.append(raw)

@@ -27,7 +27,7 @@ class BlockName(NamedTuple):
 
 
 class StoreFailure(enum.Enum):
-    """Why a block was not read or written. After the first two the block is not there any more."""
+    """Why a block was not read or written. After the first two the block is gone."""
 
     ABSENT = "absent"
     CORRUPT = "corrupt"  # unreadable or not what was written; the store has deleted it if it was ours
@@ -54,7 +54,7 @@ class BlockStore(abc.ABC):
 
     @abc.abstractmethod
     def write(self, name: BlockName, data: Block) -> StoreFailure | None:
-        """Keep a copy of the block, whole or not at all. A block that is there already is left as it is."""
+        """Keep a copy of the block, whole or not at all. An existing block is left as it is."""
 
     @abc.abstractmethod
     def delete(self, name: BlockName) -> StoreFailure | None:
@@ -65,7 +65,7 @@ class BlockStore(abc.ABC):
         """Names of all blocks that are there, without reading their bytes. About oldest first: clocks are coarse."""
 
     def close(self) -> None:  # noqa: B027  (most stores have nothing to release)
-        """Release the store's resources; persistent blocks stay. Called when no thread uses the store any more."""
+        """Release the store's resources; persistent blocks stay. Called when no thread uses the store."""
 
 
 def file_name(name: BlockName) -> str:

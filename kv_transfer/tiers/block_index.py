@@ -16,7 +16,7 @@ _RECONCILED_AT_ONCE = 512  # blocks of a scan that are compared with the index i
 
 @dataclass(eq=False, slots=True)
 class StoredBlock:
-    """A block that is there. A load keeps its blocks, so that it sees which were forgotten meanwhile."""
+    """A stored block. A load keeps its blocks, so that it sees which were forgotten meanwhile."""
 
     name: BlockName
     seen_in: int  # number of the last scan that found it, or during which it was written
@@ -57,7 +57,7 @@ class BlockIndex:
         return len(digests)
 
     def use(self, digests: Sequence[bytes]) -> list[StoredBlock]:
-        """Note a hit on these blocks, a chain that is there, and keep them until `end_use`."""
+        """Note a hit on these blocks, a stored chain, and keep them until `end_use`."""
         blocks = [self._blocks[digest] for digest in digests]
         if blocks:
             self._policy.touch(blocks[-1].name.digest)
@@ -106,7 +106,7 @@ class BlockIndex:
         self._add(name)
 
     def forget(self, block: StoredBlock) -> None:
-        """Note that the block is not there any more. Pins of its loads end with it. A second call does nothing."""
+        """Note that the block is gone. Pins of its loads end with it. A second call does nothing."""
         if block.is_forgotten:
             return
         block.is_forgotten = True
@@ -161,7 +161,7 @@ class BlockIndex:
             assert block.name.digest == digest, f"{digest.hex()} is filed as {block}"
             assert not block.is_forgotten, f"{block} is still in the index"
         writing = set(writing)
-        assert not self._blocks.keys() & writing, "a block that is there is being written"
+        assert not self._blocks.keys() & writing, "a stored block is being written"
         known = self._blocks.keys() | writing
         assert known == set(self._policy), f"the policy has {len(self._policy)} blocks and the tier {len(known)}"
         assert len(known) <= self.capacity, f"{len(known)} blocks, but there is room for {self.capacity}"
@@ -199,7 +199,7 @@ class BlockIndex:
 
     def _victim(self) -> bytes | None:
         digest = self._policy.victim()
-        assert digest is None or isinstance(digest, bytes), f"{digest!r} is no digest"
+        assert digest is None or isinstance(digest, bytes), f"{digest!r} is not a digest"
         return digest
 
     def _evict(self, digest: bytes) -> BlockName:

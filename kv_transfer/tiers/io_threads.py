@@ -91,7 +91,7 @@ class IoThreads:
             self._work.notify(len(job.names))
 
     def cancel(self, job: ReadJob) -> bool:
-        """Stop a read: no thread begins to write into its buffers any more. True if none does so right now."""
+        """Stop a read: no thread begins to write into its buffers after this. True if none does so right now."""
         with self._work:
             job._is_cancelled = True
             return not job._num_copying

@@ -306,7 +306,7 @@ class Tier:
 
     def _check_size(self, buffer: Block) -> None:
         expected = (np.dtype(np.uint8), (self._store.block_bytes,))
-        assert (buffer.dtype, buffer.shape) == expected, f"{buffer.dtype}{buffer.shape} is no block: {expected}"
+        assert (buffer.dtype, buffer.shape) == expected, f"{buffer.dtype}{buffer.shape} is not a block: {expected}"
 
     def _pause(self, now: float, *, has_delayed: bool = False) -> None:
         """Leave the store alone for a while, longer each time if it `has_delayed` a request."""

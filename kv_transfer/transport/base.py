@@ -31,7 +31,7 @@ class TransferState(enum.Enum):
     """
 
     PENDING = "pending"
-    DONE = "done"  # every byte is in place and the notification is on its way
+    DONE = "done"  # every byte is in place and the notification is sent
     FAILED = "failed"  # not done, and none of its bytes can land any more
     LOST = "lost"  # the link broke: bytes of a write may still land at the peer; bytes of a read cannot land here
 
@@ -56,7 +56,7 @@ class Transfer:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the state will not change any more."""
+        """Whether the state is final."""
         return self.state is not TransferState.PENDING
 
     def begin(self) -> None:

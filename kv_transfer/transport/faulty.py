@@ -162,7 +162,7 @@ class FaultyTransport(Transport):
             held = queue.popleft()
             try:
                 inner = self._carry_out(held.write, held.fault)
-            except TransferError:  # the peer is gone by now
+            except TransferError:  # the peer is gone
                 held.transfer.settle(TransferState.LOST)
             else:
                 self._mirrored.append((inner, held.transfer))

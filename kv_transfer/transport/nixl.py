@@ -309,7 +309,7 @@ class NixlTransport(Transport):
                 copy.settle(TransferState.LOST)
 
     def _try_release(self, copy: _NixlTransfer) -> bool:
-        """Release a transfer. Returns whether NIXL holds nothing for it any more."""
+        """Release a transfer. Returns whether NIXL holds nothing more for it."""
         if copy.handle is not None:
             # A copy between processes that has begun goes on after its release, so its end is awaited.
             if self._mailbox is not None and self._agent.is_moving(copy.handle):

@@ -122,7 +122,7 @@ class NixlAgent:
             return self._agent.make_prepped_xfer(operation, self._local_blocks[pieces], pairs[0], remote, pairs[1])
 
     def begin(self, handle: TransferHandle) -> None:
-        """Start the transfer. If this raises it may have begun all the same."""
+        """Start the transfer. If this raises, it may have begun anyway."""
         with _nixl_errors("start of a transfer"):
             self._agent.transfer(handle)
 

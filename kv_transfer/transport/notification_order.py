@@ -143,5 +143,5 @@ class NotificationReceiver:
         if count:
             before, self.num_dropped = self.num_dropped, self.num_dropped + count
             if before.bit_length() < self.num_dropped.bit_length():  # at 1, 2, 4, ...: a flood must not fill a disk
-                text = "dropped notifications of %r: damaged, missing or of no worker; %d in all"
+                text = "dropped notifications of %r: damaged, missing or from an unknown worker; %d in all"
                 logger.warning(text, name[:_MAX_AGENT_NAME], self.num_dropped)

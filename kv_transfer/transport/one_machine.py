@@ -3,7 +3,7 @@
 UCX's TCP port accepts data from every process of the machine and writes it to any address that the data names. Without
 that port, and without the System V segments that UCX opens to the user's whole group, UCX copies from process to
 process with CMA (`process_vm_writev`), which the kernel allows only between processes of the same user. Such a copy
-needs nothing of the receiver and is over when the call returns.
+needs nothing from the receiver and is over when the call returns.
 
 UCX could also carry notifications in shared memory. But all senders share one ring at the receiver, and a sender that
 is killed while it writes to the ring stops it for all. So notifications go through Unix sockets in a private folder.

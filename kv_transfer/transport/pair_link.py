@@ -115,7 +115,7 @@ class PairLink:
         self.stream.flush()
 
     def close(self) -> None:
-        """Let go of the peer: nothing it sends lands here any more."""
+        """Let go of the peer: nothing more of what it sends lands here."""
         self.is_closed = True
         self.stream.close()
         self.channel.close()

@@ -64,12 +64,12 @@ class ChaosFaults:
         folder = self._disk_folder
         if folder is None or not folder.exists():
             return ""
-        # Another one may still be away, if a worker has made the folder anew.
+        # Another one may still be away, if a worker has created the folder again.
         away = Path(tempfile.mkdtemp(prefix=f"{folder.name}.away-", dir=folder.parent))
         os.rename(folder, away)
 
         def bring_back() -> None:
-            if folder.exists():  # a worker has made it anew: what was in the old one is lost
+            if folder.exists():  # a worker has created it again: what was in the old one is lost
                 shutil.rmtree(away)
             else:
                 os.rename(away, folder)

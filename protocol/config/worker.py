@@ -159,7 +159,7 @@ class EngineConfig:
     speculate: Annotated[
         str,
         Setting(
-            "Draft next tokens from text that is there already, and check many in one step, on CPUs; answers stay the "
+            "Draft next tokens from existing text, and check many in one step, on CPUs; answers stay the "
             "same. auto = where it pays, by what is measured; off = none; a number = always up to this many tokens.",
             ENGINE,
             is_valid=_is_speculation,

@@ -89,7 +89,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worker gave the request up and holds nothing for it any more."""
+    """The worker gave the request up and holds nothing for it."""
 
     request_id: Name
     message: Text

@@ -121,7 +121,7 @@ class ReadGrant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ReadDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reader -> holder: nothing of this read is in flight any more.
+    """Reader -> holder: nothing of this read is in flight.
 
     `copied` is the last digest of a chain that the reader has now, so that the holder may drop its own copy; or empty.
     """

@@ -63,7 +63,7 @@ class CacheView:
         await self._background.close()
 
     def expect(self, digests: Sequence[bytes], now: float, *, is_exact: bool = True) -> None:
-        """A prompt is on its way to the engine: count it as cached for a while, or until events say more.
+        """A prompt is being sent to the engine: count it as cached for a while, or until events say more.
 
         No event will ever mention tokens that are only an estimate.
         """

@@ -49,7 +49,7 @@ class ModelWorkers:
 
     @property
     def table(self) -> WorkerTable:
-        """Their current state as arrays. It is made anew only when the registry's is: that takes 3 us per engine."""
+        """Their current state as arrays. It is rebuilt only when the registry's is: that takes 3 us per engine."""
         table = self._registry.table
         if table is not self._source:
             rows = [row for row, worker in enumerate(table.workers) if worker.card.model == self._model]

@@ -148,7 +148,7 @@ def parse_cache_size(text: str, rank: int | None = None) -> CacheSize:
 
 
 def served_model(catalog: Any, wanted: str) -> ServedModel:
-    """The model in the body of `/v1/models`: the wanted one, or the first that is no adapter. Raises `LookupError`."""
+    """The model in the body of `/v1/models`: the wanted one or the first non-adapter. Raises `LookupError`."""
     cards = catalog.get("data") if isinstance(catalog, dict) else None
     listed = cards if isinstance(cards, list) else []
     named = [card for card in listed if isinstance(card, dict) and _is_name(card.get("id"))]

@@ -132,7 +132,7 @@ class BlockTranslator:
     num_skipped: int = 0  # blocks of another size, blocks that are not plain text, and blocks with an unknown parent
 
     def apply(self, events: Sequence[dict[str, Any]]) -> BlockChange:
-        """Translate events. If one of them is malformed, nothing is known about any block any more."""
+        """Translate events. If one of them is malformed, nothing is known about any block."""
         # A block may be stored and removed several times: only the last event counts.
         last: dict[bytes, bool] = {}
         flaw = ""

@@ -312,7 +312,7 @@ class LocalReservation(Reservation[BookedAttempt]):
         """As `place_elsewhere`, for a stream after tokens were shown."""
         former, left = self.admitted, self._booked.engine
         self.release()
-        self.check_may_go_on("no other engine gets it any more")
+        self.check_may_go_on("no other engine gets it")
         allowed = self._able_engines()
         if prompt:
             max_tokens = max(self._request.max_tokens - num_output_tokens, 1)

@@ -27,7 +27,7 @@ class StallWatch:
         self._silence = IdleClock(stall_s)  # does not blame engines for a pause of this process
 
     async def run(self) -> None:
-        """Look at all engines again and again, until cancelled."""
+        """Look at all engines repeatedly, until cancelled."""
         while True:
             self.look()
             await asyncio.sleep(self._interval_s)

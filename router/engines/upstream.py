@@ -1,7 +1,7 @@
 """A small HTTP client for one engine: sends requests over kept connections and hands on answers as they arrive.
 
 Every streamed token takes this path. Per streamed event httpx costs ten times as much CPU as this protocol over
-httptools. It knows nothing of what it carries.
+httptools. It knows nothing about what it carries.
 
 An engine may send anything, as fast as it likes. What the reader waits for is parsed and handed on at once if it is not
 much; all else a piece at a time, in time slices in which all engines take turns. What the reader does not
@@ -290,7 +290,7 @@ class _UpstreamConnection(asyncio.Protocol):
         return reply
 
     def end(self, reply: Reply, *, is_ending: bool) -> None:
-        """The reply is not read any more: keep the connection if the answer is complete or about to be."""
+        """The reply is no longer read: keep the connection if the answer is complete or about to be."""
         if self._reply is not reply or self._lingering is not None:
             return
         if is_ending and not reply.is_complete and not self._is_lost:

@@ -89,11 +89,11 @@ class Attempt:
         self._awaits_handoff = best.is_pair
 
     def take_handoff(self) -> bool:
-        """Whether both workers of a pair have sent tokens by now. Returns true only once."""
+        """Whether both workers of a pair have sent tokens. Returns true only once."""
         if not self._awaits_handoff or not all(sub_request.has_delivered for sub_request in self._sub_requests):
             return False
         self._awaits_handoff = False
-        self._sub_requests[0].close()  # the prefill worker has done its part: its death does not matter any more
+        self._sub_requests[0].close()  # the prefill worker has done its part: its death no longer matters
         return True
 
     def in_order(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:

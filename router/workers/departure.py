@@ -1,4 +1,4 @@
-"""A running request on its way from its decode worker to another one, where its place is booked.
+"""A running request that leaves its decode worker for another one, where its place is booked.
 
 If copying its KV takes long, it is copied while the present worker goes on decoding. Only then does the request leave:
 the present worker keeps the KV in its cache, from where the rest is read.

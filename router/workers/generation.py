@@ -102,7 +102,7 @@ class Generation(QueueStream[SequenceDelta]):
         return self._request.sampling.max_tokens - len(self._output)
 
     def leave_pool(self) -> None:
-        """Move if its worker should not decode any more: there it would get one token for each chunk of a prompt."""
+        """Move if its worker should no longer decode: there it would get one token for each chunk of a prompt."""
         worker = self.decode_worker
         if worker is not None and worker.state is not WorkerState.DEAD and not can_decode(worker):
             self.move("drain" if worker.state is WorkerState.DRAINING else "role_change")
@@ -197,7 +197,7 @@ class Generation(QueueStream[SequenceDelta]):
             self._send(self._fork())
 
     async def _await_leader(self) -> bool:
-        """Whether the first answer to the prompt took this one along. If not, its prompt is in a cache by now."""
+        """Whether the first answer to the prompt took this one along. If not, its prompt is now in a cache."""
         timeout_s = 2 * self._context.config.request_timeout_s  # of the leader: for a worker, and for its first token
         try:
             return await self._context.forks.wait(self._request.fork_of, self, timeout_s)

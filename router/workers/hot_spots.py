@@ -29,7 +29,7 @@ class HotSpotRelief:
         self._latest: Generation | None = None
 
     async def run(self) -> None:
-        """Look again and again."""
+        """Look repeatedly."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()

@@ -121,7 +121,7 @@ class WorkerCollector:
 
 
 class MoveCollector:
-    """Requests that went on with other workers, and those that no worker gets any more."""
+    """Requests that continued on other workers, and those that no worker gets again."""
 
     def __init__(self, reservations: ReservationContext) -> None:
         self._reservations = reservations

@@ -57,7 +57,7 @@ class WorkerReservation(Reservation[Booking]):
 
     @override
     def fingerprint(self) -> bytes:
-        """Without the seed, which is drawn anew each time."""
+        """Without the seed, which is drawn each time."""
         sampling = msgspec.structs.replace(self._request.sampling, seed=0)
         return fingerprint_of(token_bytes(self._request.token_ids), sampling, self._request.adapter)
 

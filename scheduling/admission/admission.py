@@ -53,7 +53,7 @@ class Dispatch(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Fail this request: it waited in vain."""
+    """Fail this request: it waited for nothing."""
 
     queued: QueuedRequest
     error: ServingError

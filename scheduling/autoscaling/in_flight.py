@@ -36,7 +36,7 @@ class Pause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AutoscalerState:
-    """What is remembered between two decisions. Sizes are not: they are observed anew each time."""
+    """What is remembered between two decisions. Sizes are not: they are observed each time."""
 
     traffic: Traffic = field(default_factory=Traffic)
     wanted: tuple[str, Role] | None = None  # kind and role of the move that the latest observations want
@@ -70,7 +70,7 @@ def follow(
     num_wanted = state.num_wanted + 1 if state.wanted == wanted else 1
     if num_wanted < outlook.policy.num_agreeing:
         return ScalingDecision(Reason.IN_FLIGHT, told, hold), replace(state, wanted=wanted, num_wanted=num_wanted)
-    detail = f"{move} has found no room, and is not needed any more; {outlook.describe(hold)}"
+    detail = f"{move} has found no room, and is no longer needed; {outlook.describe(hold)}"
     return ScalingDecision(Reason.UNWANTED, detail, hold, withdrawn=move), replace(calm(state), moving=None)
 
 

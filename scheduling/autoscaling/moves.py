@@ -35,7 +35,7 @@ class Reason(StrEnum):
     NO_POOLS = "no_pools"  # fewer than two ready workers with a role of their own
     IN_FLIGHT = "in_flight"
     WITHDRAWN = "withdrawn"  # the move in flight failed, or took longer than its deadline
-    UNWANTED = "unwanted"  # workers that were to be added have found no room, and are not needed any more
+    UNWANTED = "unwanted"  # workers that were to be added have found no room, and are no longer needed
     ON_TARGET = "on_target"
     UNREACHABLE = "unreachable"  # requests miss their SLO on an idle worker too: no move helps
     NO_GAIN = "no_gain"  # no neighbour gains enough, or soon enough

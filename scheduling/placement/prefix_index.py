@@ -149,7 +149,7 @@ class PrefixIndex:
         while open_ranges:
             low, high, mask = open_ranges.pop()
             while low < high:
-                # Most workers hold nothing of a prompt: its first block rules them out.
+                # Most workers hold no part of a prompt: its first block rules them out.
                 middle = (low + high + 1) // 2 if low else 1
                 digest = digests[middle - 1]
                 holding = mask & (masks.get(digest, 0) | young.get(digest, 0) | old.get(digest, 0))

@@ -1,4 +1,4 @@
-"""Finds a decode worker with so much to do that one of its answers should move to another. Pure.
+"""Finds an overloaded decode worker, one of whose answers should move to another. Pure.
 
 New requests go where there is room, but those that run stay where they are. So after a worker has joined, or where long
 answers have met by chance, one worker's streams are slow, or wait for memory, beside a worker with little to do.

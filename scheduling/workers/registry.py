@@ -1,6 +1,6 @@
 """The one owner of worker state: which workers there are, their life cycle, and the bookings on them.
 
-No I/O and no clock. A dead worker is gone: no map of the registry knows it any more.
+No I/O and no clock. A dead worker is gone from every map of the registry.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Registry:
 
     @property
     def table(self) -> WorkerTable:
-        """The workers as arrays, as they are now: get it anew for each decision."""
+        """The workers as arrays, as they are now: get it again for each decision."""
         if self._table is None:
             self._table = WorkerTable(list(self), self._reporters)
         else:

@@ -191,7 +191,7 @@ class Workers(Protocol):
 
     @property
     def table(self) -> WorkerTable:
-        """The workers as arrays, as they are now: get it anew for each decision."""
+        """The workers as arrays, as they are now: get it again for each decision."""
 
     def get(self, worker_id: str) -> RegisteredWorker | None:
         """The worker, or None when it is gone."""

@@ -120,7 +120,7 @@ def _read_pythonic(reader: TextReader, writer: EventWriter, _: Tools) -> Reading
 
 
 def _read_pythonic_calls(reader: TextReader, writer: EventWriter) -> Reading[None]:
-    """Read a list of calls. Text that is no list of calls stays held."""
+    """Read a list of calls. Text that is not a list of calls stays held."""
     reader.hold()
     yield from reader.skip_space()
     if not (yield from reader.literal("[")):

@@ -1,7 +1,7 @@
 """Splits the text of an answer, as it arrives, into content, reasoning and tool calls.
 
-However the text is cut into pieces, the joined events are the same. Text that is no well-formed call is content. Only
-markers and the white space beside them are lost.
+However the text is cut into pieces, the joined events are the same. Text that is not a well-formed call is content.
+Only markers and the white space beside them are lost.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class TextReader:
         self._held, self._space = None, []
 
     def reject(self) -> None:
-        """Turn what is held into content: it is no call after all."""
+        """Turn what is held into content: it is not a call after all."""
         held, self._held = "".join(self._held or ()), None
         hidden = self._hidden - self._tokens  # of `tokens` none is held: `until` drops them
         self._writer.content(markers_of(hidden).pattern.sub("", held) if hidden else held)
@@ -175,7 +175,7 @@ class TextReader:
         self._space = []
 
     def end_calls(self, closing: str = "") -> Reading[None]:
-        """After calls: read their closing marker, which models may forget, unless something held is no call."""
+        """After calls: read their closing marker, which models may forget, unless something held is not a call."""
         if self._held:
             self.reject()
             return
@@ -192,7 +192,7 @@ class TextReader:
             end = match.start() if match else len(self._text)
             if not self._has_ended:
                 open_at = len(self._text) - markers.num_held(self._text[self._pos :])
-                if open_at <= end:  # a longer marker, with this one in it, may be on its way
+                if open_at <= end:  # a longer marker, with this one in it, may follow
                     match, end = None, open_at
             sink(self._read(end))
             if match is not None:

@@ -1,7 +1,7 @@
 """Parses answers of models whose checkpoint has a response template, with transformers' own parser.
 
-That parser raises for calls that are no JSON, and gives arguments as a whole at a call's end. With some patterns it
-scans all text that it holds back again and again. So it gets one character at a time, which shows for which text it
+That parser raises for calls that are not JSON, and gives arguments as a whole at a call's end. With some patterns it
+repeatedly rescans all text that it holds back. So it gets one character at a time, which shows for which text it
 raised, and it may hold back only a bounded number of them.
 """
 

@@ -100,7 +100,7 @@ def read_tagged_calls(
 def _read_call(
     tags: Tags, reader: TextReader, writer: EventWriter, tools: Mapping[str, Mapping[str, Any]]
 ) -> Reading[None]:
-    """Read a call from its name on. It is reported with its first parameter. Text that is no call stays held."""
+    """Read a call from its name on. It is reported with its first parameter. Text that is not a call stays held."""
     name = (yield from reader.run(_NAME)).strip()
     if not (yield from reader.literal(tags.name_end)) or not writer.is_name(name, known_only=False):
         return
@@ -213,7 +213,7 @@ def _types_of(schema: Mapping[str, Any], key: str) -> set[str]:
 
 
 def _json_value(text: str, types: set[str]) -> str:
-    """A value's text as JSON. It becomes a string if it is no JSON, or if only a string fits its types."""
+    """A value's text as JSON. It becomes a string if it is not JSON, or if only a string fits its types."""
     shown = text if "string" in types else _PYTHON_NAMES.get(text.strip(), text)
     try:
         value = json.loads(shown)

@@ -226,7 +226,7 @@ class PeerPiece(Piece):
         return self._has_arrived
 
     def settle(self) -> bool:
-        """Note the end of the transfer. Returns whether the transport will not touch the landing blocks any more."""
+        """Note the end of the transfer. Returns whether the transport will no longer touch the landing blocks."""
         if self.transfer is None:
             self._is_done = self._read.is_failed or self.is_refused or self.is_dropped
         elif self.transfer.is_settled:

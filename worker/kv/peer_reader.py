@@ -76,7 +76,7 @@ class PeerReader:
         moved_end: bytes = b"",
     ) -> PeerRead:
         """Request a lease on a peer's blocks [first_block, end_block) of a chain; from a dead peer it fails at once."""
-        self.pump(now)  # what is over does not count any more in what the peer lends
+        self.pump(now)  # what is over no longer counts in what the peer lends
         asked = digests[first_block:end_block]
         read = PeerRead(self._context, cost, next(self._numbers), peer, asked, first_block, now, moved_end)
         self._reads[read.read_id] = read

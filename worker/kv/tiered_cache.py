@@ -207,7 +207,5 @@ def _make_buffers(config: TierConfig, engine: Engine) -> HostBuffers:
 def _load_key(config: TierConfig) -> StoreKey:
     path = store_key_path(config)
     if not config.kv_key_file and config.object_cache_url and not config.object_cache_url.startswith("file:"):
-        logger.warning(
-            "only hosts with the key %s find each other's blocks: give all the same with --kv-key-file", path
-        )
+        logger.warning("only hosts with the key %s find each other's blocks: set one for all with --kv-key-file", path)
     return load_key(path, may_make=not config.kv_key_file, encrypts=config.kv_encryption == "on")
