@@ -440,7 +440,7 @@ def test_a_hidden_tab_costs_nothing(windows: Windows) -> None:
         assert world.num_requests > num_requests
 
 
-def test_a_viewer_too_many_is_told_so_and_gets_the_next_free_place(windows: Windows) -> None:
+def test_one_viewer_too_many_is_told_so_and_gets_the_next_free_place(windows: Windows) -> None:
     with dashboard_server(LiveWorld()) as url, ExitStack() as stack:
         for _ in range(MAX_VIEWERS):
             stack.enter_context(httpx.stream("GET", f"{url}/v1/dashboard", timeout=60, trust_env=False))

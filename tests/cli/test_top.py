@@ -149,7 +149,7 @@ def test_once_prints_one_screen(answers: list[Any], capsys: pytest.CaptureFixtur
     later = snapshot_of(DashboardWorld(2))
     first = later | {"traffic": {"window_s": 0, "waiting": 0, "running": 0}, "version": "without rates"}
     answers.append(httpx.Response(200, content=events(first, later)))
-    assert run(["top", "--url", URL]) == 0  # the output is no terminal
+    assert run(["top", "--url", URL]) == 0  # the output is not a terminal
     shown = capsys.readouterr().out
     assert "decode-0" in shown
     assert "without rates" not in shown

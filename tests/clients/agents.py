@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Where an agent runs: its home folder, its work folder, and the server that it is told of."""
+    """Where an agent runs: its home folder, its work folder, and the server that it is told to use."""
 
     home: Path
     work: Path
@@ -65,7 +65,7 @@ class Agent:
     tool: str = ""  # what the first request must call; "" = the agent has no tools
     input: Callable[[Place], Json] | None = None
     venv: str = ""  # "" = a package of npm
-    asks_elsewhere: str = ""  # what it asks other hosts for all the same; it does without
+    asks_elsewhere: str = ""  # what it still asks other hosts for, without needing it
 
     @property
     def tried(self) -> str:

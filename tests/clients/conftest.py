@@ -118,7 +118,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def client_environment(server: Server) -> Mapping[str, str]:
-    """Where a program finds the server. It finds nothing of Tandem's environment."""
+    """Where a program finds the server. It sees no part of Tandem's environment."""
     others = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     told = {"TANDEM_URL": server.url, "TANDEM_KEY": KEY, "TANDEM_MODEL": served_name(str(resolve_model(DEFAULT_MODEL)))}
     return others | told | {"NO_PROXY": "*", "HF_HUB_OFFLINE": "1"}

@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(parts)
 
     def _pass_on(self, answer: httpx.Response) -> tuple[bytes, bytes]:
-        """Send the answer as it comes; returns its beginning and its end."""
+        """Send the answer as it arrives; returns its beginning and its end."""
         self.send_response(answer.status_code)
         for name, value in answer.headers.multi_items():
             if name not in NOT_PASSED:

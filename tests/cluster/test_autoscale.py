@@ -72,7 +72,9 @@ async def test_workers_are_added_and_removed_as_decided(monkeypatch: pytest.Monk
         assert script.setback == ""
 
 
-async def test_the_last_worker_of_a_role_stays_whoever_covers(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+async def test_the_last_worker_of_a_role_stays_even_if_another_covers_it(
+    monkeypatch: pytest.MonkeyPatch, script: Script
+) -> None:
     async with supervised(monkeypatch, num_prefill=2, num_decode=2, **BOUNDS) as cluster:
         await cluster.supervisor.drain("decode-1", 60, restart=False)  # by hand, in the same moment
         script.move(Move("remove", Role.DECODE, ("decode-0",)))

@@ -165,7 +165,7 @@ async def test_a_death_that_is_reported_from_both_sides_is_handled_once(
         told = sorted((what, worker) for worker, what, *_ in cluster.ray.told)
         assert told == [(what, name) for what in ("peer_died", "peer_given_up") for name in ("decode-0", "prefill-0")]
         assert member.restarts.num_deaths == 1
-        assert cluster.workers.lost == ["prefill-1"] * num_lost, "the router is told of what it does not know"
+        assert cluster.workers.lost == ["prefill-1"] * num_lost, "the router is told only what it does not know"
         assert len(cluster.ray.actors) == 4
         assert dead.is_gone
 

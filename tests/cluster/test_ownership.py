@@ -36,7 +36,7 @@ def test_a_worker_is_anothers_only_once_the_lease_has_run_out() -> None:
     assert ownership.claim("b", LEASE_S + 0.1) == "a", "it was renewed"
     assert ownership.claim("b", 2 * LEASE_S) == ""
     assert ownership.is_of("b")
-    assert not ownership.renew("a", 2 * LEASE_S + 0.1), "the one that stood still is told"
+    assert not ownership.renew("a", 2 * LEASE_S + 0.1), "the stalled one is told"
     assert ownership.claim("a", 2 * LEASE_S + 0.1) == "b"
     assert ownership.claim("b", 2 * LEASE_S + 0.2) == "", "an owner may claim again"
 

@@ -64,7 +64,7 @@ async def test_the_last_decode_worker_stays_while_another_one_leaves_or_flips() 
     leaving.die("it was drained")
     leaving.begin()
     leaving.serve()
-    leaving.answers.clear()  # its process stands still
+    leaving.answers.clear()  # its process is stopped
     flipping = asyncio.create_task(flips.set_role("w0", Role.PREFILL))
     await asyncio.sleep(0)
     assert leaving.role_to_be is Role.PREFILL, "the supervisor must not count it among those that decode"

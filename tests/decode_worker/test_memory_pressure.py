@@ -206,7 +206,7 @@ def test_a_prompt_beside_lost_blocks_holds_nobody_up(num_large: int, num_large_b
         assert world.failed == []
     assert world.role.num_quarantined_blocks == 2
     assert all(request.ended_s is None for request in large)
-    assert world.num_unended <= num_large + 3, "the worker stands still"
+    assert world.num_unended <= num_large + 3, "the worker is stuck"
     world.role.peer_lost(WorkerEpoch("lost", 1))
     check_drained(world)
 
@@ -310,7 +310,7 @@ def short_answers(world: PressureWorld, name: str, rng: random.Random) -> Reques
 def test_where_seats_are_short_streams_go_on_and_none_is_empty(
     send: Send, mean_output: float, transfer_steps: int, loads: Sequence[float]
 ) -> None:
-    """Whoever finds no seat waits before its first token; and leases travel while others end."""
+    """A sequence without a seat waits before its first token, and leases are in transit while others end."""
     num_seats = 32
 
     def check(world: PressureWorld) -> None:

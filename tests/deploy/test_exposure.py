@@ -114,7 +114,7 @@ def test_a_gateway_checks_the_servers_certificate(ca: str, expected: Json) -> No
         ({"worker": {"topologySpreadConstraints": [{"maxSkew": 1}]}}, "topologyKey"),
     ],
 )
-def test_what_cannot_work_is_told_at_once(values: Json, message: str) -> None:
+def test_what_cannot_work_is_reported_at_once(values: Json, message: str) -> None:
     assert message in refusal(values)
 
 

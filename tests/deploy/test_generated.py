@@ -21,7 +21,7 @@ def test_a_committed_file_is_what_the_code_generates(path: Path) -> None:
     assert path.read_text() == FILES[path](), "run: make generated"
 
 
-def test_bounds_are_written_alike_whoever_annotated_a_type_first() -> None:
+def test_bounds_are_written_alike_whichever_annotation_came_first() -> None:
     script = (  # the types of messages come before those of the configuration
         "import sys, typing, msgspec\n"
         "typing.Annotated[float, msgspec.Meta(gt=0, le=1e6)], typing.Annotated[float, msgspec.Meta(ge=0, le=1e6)]\n"

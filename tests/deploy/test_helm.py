@@ -196,7 +196,7 @@ def test_ray_and_tiers_have_secrets_from_a_secret(values: Json) -> None:
 
 
 def test_an_upgrade_keeps_the_secrets() -> None:
-    """`lookup` finds nothing without a cluster; it is what keeps a Secret that is there already."""
+    """`lookup` finds nothing without a cluster; it is what keeps an existing Secret."""
     template = (CHART / "templates" / "_helpers.tpl").read_text()
     assert 'lookup "v1" "Secret" $root.Release.Namespace $name' in template
     assert re.search(r"get \$present \$key \| default \(randAlphaNum 64", template)

@@ -132,7 +132,7 @@ def test_make_test_runs_lint_types_and_tests() -> None:
 
 
 @pytest.mark.parametrize("failing", ["", "test", "test-cluster"])
-def test_a_change_must_pass_both_tiers_and_hears_of_both(failing: str, tmp_path: Path) -> None:
+def test_a_change_must_pass_both_tiers_and_gets_the_errors_of_both(failing: str, tmp_path: Path) -> None:
     (tmp_path / "make").write_text(f'#!/bin/sh\n[ "$1" != "{failing}" ]\n')
     (tmp_path / "make").chmod(0o755)
     finished = run(".ci/run", PATH=f"{tmp_path}:{os.environ['PATH']}")

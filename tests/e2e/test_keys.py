@@ -156,7 +156,7 @@ def an_openai_client_waits_as_told(url: str, keys: Keys) -> None:
 
 
 def test_a_collector_that_hangs_costs_spans_and_answers_end_in_peace_after_sigterm(operated: Operated) -> None:
-    """A worker stands still for longer than the five seconds that answers once had after the signal."""
+    """A worker is stopped for longer than the five seconds that answers once had after the signal."""
     server, collector, operator = operated.server, operated.collector, operated.operator
     collector.is_open.clear()
     lost = 'tandem_router_dropped_spans_total{reason="queue_full"} '

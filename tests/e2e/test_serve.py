@@ -458,7 +458,7 @@ def test_a_restart_of_workers_fails_no_answer(server: Server, colocated: Server,
             return "".join(chunk.choices[0].text for chunk in chunks)
 
     def ask_until_over(number: int) -> list[str]:
-        """Ask again and again. One client always does, so that something runs when a worker leaves.
+        """Ask repeatedly. One client always does, so that something runs when a worker leaves.
 
         The other one leaves most of the time to a worker that starts.
         """

@@ -37,7 +37,7 @@ def test_a_config_that_transformers_cannot_read_is_refused(text: str, message: s
         load_config(save_config(tmp_path, text))
 
 
-def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not a model folder: it has no config\.json"):
         load_config(tmp_path)
 

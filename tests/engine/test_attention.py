@@ -12,7 +12,7 @@ from tandem.engine.attention.cpu import CpuAttention
 from tandem.engine.attention.interface import PagedStep, paged_attention_forward
 from tests.support.attention_case import NUM_LAYERS, Case, assert_agrees
 
-SINKS = torch.tensor([-50.0, 0.0, 3.0, 50.0])  # of no weight, little, much, all
+SINKS = torch.tensor([-50.0, 0.0, 3.0, 50.0])  # with no, little, much or all weight
 HEADS = [(1, 1), (4, 4), (9, 3), (8, 1), (6, 2), (7, 7), (12, 1)]
 CASES: list[tuple[list[int], dict[str, int], dict[str, Any]]] = [
     *(([1, 70, 33], {"head_dim": dim}, {}) for dim in (8, 16, 24, 64, 80, 128, 256, 512)),

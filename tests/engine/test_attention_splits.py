@@ -143,7 +143,7 @@ def test_one_long_context_is_work_for_many_threads(count_items: Items) -> None:
     assert count_items((8, 1, 128), 0, (1, 131072))[0] == [32, 1]
     assert count_items((8, 1, 128), 0, (1, 131073))[0] == [33, 1]
     assert count_items((8, 2, 128), 0, (40, 131072), (1, 50))[0] == [2 * 2 * 32 + 2, 4]
-    assert count_items((8, 1, 128), 10_000, (1, 131073))[0] == [4, 1], "splits before the window are no items"
+    assert count_items((8, 1, 128), 10_000, (1, 131073))[0] == [4, 1], "splits before the window are not items"
 
 
 def test_other_steps_have_the_items_that_they_had(count_items: Items) -> None:

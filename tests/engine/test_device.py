@@ -28,7 +28,7 @@ def test_a_gpus_mark_is_done_when_the_work_before_it_is() -> None:
     assert stream.seconds_between(begin, end) >= time.perf_counter() - launched
 
 
-def test_on_a_cpu_everything_is_done_and_the_clock_tells_the_time() -> None:
+def test_on_a_cpu_everything_is_done_and_the_clock_measures_it() -> None:
     readings = [3.0, 5.5]
     stream = make_stream(torch.device("cpu"), lambda: readings.pop(0))
     assert isinstance(stream, HostStream)

@@ -30,7 +30,7 @@ Answer = tuple[list[int], FinishReason | None, list[SequenceOutput]]
 
 
 def answers(engine: Engine, requests: list[dict[str, Any]], source: random.Random, share_preempted: float) -> list[Any]:
-    """What the requests get together: tokens, why they ended, and all that is told of each token."""
+    """What all requests get: tokens, finish reasons, and everything reported about each token."""
     told: dict[str, list[Any]] = defaultdict(list)
     asked: list[Sequence] = []
     while len(asked) < len(requests) or engine.has_work:

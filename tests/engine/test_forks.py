@@ -72,7 +72,7 @@ def drain(engine: Engine, told: Told) -> Told:
 
 
 def facts(told: Told) -> dict[str, list[Any]]:
-    """All that is told of each answer."""
+    """Everything reported about each answer."""
     return {
         name: [(one.token_id, one.logprobs, one.finish_reason, one.stop_token_id) for one in outputs]
         for name, outputs in told.items()

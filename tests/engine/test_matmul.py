@@ -129,7 +129,7 @@ def test_int8_weights_are_those_of_their_scales(shape: tuple[int, int], cpu_dtyp
     assert (steps * scales.unsqueeze(1) - weight.float()).abs().max() <= scales.max() * 0.5001
 
 
-def test_a_row_of_an_int8_product_depends_on_that_row_alone(cpu_dtype: torch.dtype) -> None:
+def test_a_row_of_an_int8_product_depends_only_on_that_row(cpu_dtype: torch.dtype) -> None:
     x, weight, bias = make_operands((96, 200), 70, cpu_dtype)
     packed = PackedWeight(weight, is_int8=True)
     together = packed.multiply(x, bias)
@@ -147,7 +147,9 @@ def test_weights_of_engines_that_load_at_once_share_a_slab_and_no_memory(monkeyp
     memory, allocate, both = _WeightMemory(), large_pages.allocate, threading.Barrier(2)
 
     def allocate_together(num_bytes: int) -> mmap.mmap:
-        with contextlib.suppress(threading.BrokenBarrierError):  # the one that holds the lock waits in vain
+        with contextlib.suppress(
+            threading.BrokenBarrierError
+        ):  # the one that holds the lock waits for nothing: no event tells that the other cannot come
             both.wait(0.5)
         return allocate(num_bytes)
 

@@ -83,7 +83,7 @@ class Steps:
         return list(out[0].split([end - start for _, start, end in chunks]))
 
 
-def test_what_is_no_engine_step_takes_the_layers_own_code() -> None:
+def test_outside_an_engine_step_layers_run_their_own_code() -> None:
     model = make_layers("llama", torch.float32)
     ids = torch.randint(0, 200, (1, 9), generator=torch.Generator().manual_seed(0))
     model.set_attn_implementation("eager")

@@ -59,7 +59,7 @@ def replaced(name: str, dtype: torch.dtype) -> tuple[bool, bool, bool]:
     [
         ("llama", (True, True, True)),
         ("gemma2", (False, False, True)),  # GELU gate, (1 + weight) norm
-        ("phi", (False, False, True)),  # no gate, LayerNorm; partial rotary is taken at run time as it comes
+        ("phi", (False, False, True)),  # no gate, LayerNorm; partial rotary is recognised at run time
         ("cohere", (True, False, False)),  # interleaved rotary
     ],
 )

@@ -26,7 +26,7 @@ def uses(num_blocks: int, holders: list[BlockDemand], num_used: int) -> list[int
     ]
 
 
-def test_those_let_in_count_for_those_behind_them() -> None:
+def test_admitted_sequences_count_for_those_behind_them() -> None:
     pool = room(10, (4, 1))
     assert pool.try_take(BlockDemand(4, 3))
     assert pool.num_spare == 4

@@ -141,7 +141,7 @@ def test_a_prompt_that_is_begun_is_overtaken_and_goes_on_where_it_was() -> None:
     drain(scheduler)
 
 
-def test_who_cannot_be_taken_in_does_not_stop_whom_it_would_overtake() -> None:
+def test_a_request_without_room_does_not_stop_those_it_would_overtake() -> None:
     scheduler = make_scheduler(num_blocks=10)
     scheduler.add(make_sequence(36, name="a", max_tokens=1, order=2.0))
     step(scheduler)
@@ -151,7 +151,7 @@ def test_who_cannot_be_taken_in_does_not_stop_whom_it_would_overtake() -> None:
     assert step(scheduler) == [("b", 0, 16)]
 
 
-def test_who_has_a_first_token_goes_before_all_who_lack_it() -> None:
+def test_sequences_with_a_first_token_go_before_those_without() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add(make_sequence(4, name="a", max_tokens=1))
     step(scheduler)
@@ -230,7 +230,7 @@ def test_a_prompt_that_an_earlier_one_waits_for_is_computed_at_its_turn() -> Non
     drain(scheduler)
 
 
-def test_who_waits_for_a_prefix_is_passed_while_its_seat_is_kept() -> None:
+def test_a_sequence_that_waits_for_a_prefix_is_passed_while_its_seat_is_kept() -> None:
     scheduler = make_scheduler(max_num_seqs=3)
     scheduler.add(make_sequence(20, name="a", family=1, max_tokens=1))
     assert step(scheduler) == [("a", 0, 16)]
@@ -241,7 +241,7 @@ def test_who_waits_for_a_prefix_is_passed_while_its_seat_is_kept() -> None:
     assert step(scheduler) == [("c", 4, 1), ("b", 20, 4), ("d", 0, 4)]
 
 
-def test_who_waits_for_a_prefix_is_passed_while_its_blocks_are_kept() -> None:
+def test_a_sequence_that_waits_for_a_prefix_is_passed_while_its_blocks_are_kept() -> None:
     scheduler = make_scheduler(num_blocks=16)
     scheduler.add(make_sequence(20, name="a", family=1, max_tokens=1))
     assert step(scheduler) == [("a", 0, 16)]
@@ -267,7 +267,7 @@ def test_a_prompt_does_not_wait_for_a_block_it_could_not_use() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=16)
     scheduler.add(make_sequence(24, name="a", family=1))
     assert step(scheduler) == [("a", 0, 16)]
-    # The last token of b must be computed, so the block that a computes next is of no use to it.
+    # The last token of b must be computed, so the block that a computes next does not help it.
     scheduler.add(make_sequence(20, name="b", family=1))
     assert step(scheduler) == [("a", 16, 8), ("b", 16, 4)]
 

@@ -353,7 +353,7 @@ def test_no_step_looks_for_a_long_end(engine: Engine, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def all_costly(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Each mask waits for the budget, and takes a second of it. The clock stands still unless it is moved."""
+    """Each mask waits for the budget, and takes a second of it. The clock moves only when the test moves it."""
     clock = Clock()
     monkeypatch.setattr(structured_output, "_COSTLY_S", -1.0)
     monkeypatch.setattr(structured_output, "_MAX_COST_S", math.inf)

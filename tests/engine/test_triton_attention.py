@@ -30,7 +30,7 @@ DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 BACKEND = TritonAttention(64)  # a short split, so that few keys make many
 NAN = float("nan")
 KERNELS = ("write_kv", "attend", "attend_decoding", "merge_splits")
-SINKS = torch.tensor([-50.0, 0.0, 3.0, 50.0], device=DEVICE)  # of no weight, little, much, all
+SINKS = torch.tensor([-50.0, 0.0, 3.0, 50.0], device=DEVICE)  # with no, little, much or all weight
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

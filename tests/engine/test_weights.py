@@ -64,7 +64,7 @@ def test_a_missing_weight_is_never_drawn_at_random(name: str, weight: str, neede
         load(folder)
 
 
-def test_scales_of_a_quantized_kv_cache_are_no_weights(tmp_path: Path) -> None:
+def test_scales_of_a_quantized_kv_cache_are_not_weights(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     edit(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.k_scale": torch.ones(1)}))
     assert load(folder)

@@ -216,7 +216,7 @@ def test_a_block_alone_has_the_same_bytes(codec: Codec, blocks_of_slab: int, mon
 
 
 @every_codec
-def test_no_blocks_are_no_work(codec: Codec) -> None:
+def test_no_blocks_need_no_work(codec: Codec) -> None:
     blocks = make_blocks(0)
     assert encode(codec, blocks).shape == (0, codec.encoded_bytes(SHAPE, torch.float32))
     assert round_trip(codec, blocks).shape == (0, *SHAPE)

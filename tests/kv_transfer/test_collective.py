@@ -105,7 +105,7 @@ def test_a_stranger_is_dropped(transport: CollectiveTransport, stranger: Strange
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64])
-def test_what_is_no_message_ends_the_link(transport: CollectiveTransport, stranger: Stranger, data: bytes) -> None:
+def test_what_is_not_a_message_ends_the_link(transport: CollectiveTransport, stranger: Stranger, data: bytes) -> None:
     stranger.socket.sendall(data)
     assert arrived_until_dropped(transport, stranger) == []
 
@@ -120,7 +120,7 @@ def test_an_order_that_leaves_the_pool_ends_the_link(
     assert arrived_until_dropped(transport, stranger) == []
 
 
-def test_someone_who_says_nothing_does_not_stay() -> None:
+def test_a_silent_connection_is_closed() -> None:
     transport = CollectiveTransport("d", 1, torch.zeros(4, 6), "127.0.0.1", hello_timeout_s=0.05)
     stranger = Stranger(transport)
     assert arrived_until_dropped(transport, stranger) == []

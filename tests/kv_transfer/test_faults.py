@@ -311,7 +311,7 @@ def test_a_write_that_stalls_stops_vouching_for_its_lease(model: Path) -> None:
 
 
 def stuck_writes(sender: SenderSide, *, num_handoffs: int) -> None:
-    """Handoffs of three blocks each whose writes stand still, one behind the other, from time 0 on."""
+    """Handoffs of three blocks each whose writes are stuck, one behind the other, from time 0 on."""
     sender.transport.rates = {Fault.STICK: 1.0}
     for number in range(num_handoffs):
         sender.prefill(f"r{number}", [7 + number] * 3 * BLOCK_SIZE)

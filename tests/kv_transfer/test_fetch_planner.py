@@ -46,7 +46,7 @@ def test_each_block_comes_from_the_fastest_source_that_has_it() -> None:
     assert plan(*sources, first=20).loads == (LoadRange("host", 20, 120), LoadRange("disk", 120, 200))
 
 
-def test_nothing_to_load_is_no_plan() -> None:
+def test_nothing_to_load_gives_no_plan() -> None:
     assert plan().loads == ()
     assert plan(FetchSource("host", 10, 0.0, 0.0), first=10).loads == ()
     assert plan(FetchSource("host", 5, 0.0, 0.0), first=10).loads == ()

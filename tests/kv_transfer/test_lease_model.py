@@ -148,9 +148,9 @@ class World:
         if self.writes:
             actions.append(("write done", World.write_done))
         if not self.is_sender_death_known:
-            actions.append(("receiver is told of the sender's death", World.tell_receiver))
+            actions.append(("receiver learns of the sender's death", World.tell_receiver))
         if not self.is_receiver_death_known:
-            actions.append(("sender is told of the receiver's death", World.tell_sender))
+            actions.append(("sender learns of the receiver's death", World.tell_sender))
         actions.append(("sender submits", World.submit))
         if self.bounds.can_vouch and self.strays:
             actions.append(("strays land", World.land_strays))

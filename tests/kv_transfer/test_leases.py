@@ -124,5 +124,5 @@ def test_only_its_own_sender_speaks_of_a_lease(table: LeaseTable) -> None:
     assert not table.is_foreign(lease.generation, P)
     assert table.is_foreign(lease.generation, WorkerEpoch("p", 2))
     assert table.is_foreign(lease.generation, WorkerEpoch("q", 1))
-    assert not table.is_foreign(lease.generation + 1, WorkerEpoch("q", 1)), "of no lease: counted as that"
+    assert not table.is_foreign(lease.generation + 1, WorkerEpoch("q", 1)), "without a lease: counted as such"
     assert table.ignored == {"written by another sender": 2}

@@ -125,7 +125,7 @@ def test_an_answer_of_another_epoch_changes_nothing(hub: InProcessHub) -> None:
     assert not a.links.is_ready(old.address)
 
 
-def test_a_break_of_a_former_epoch_leaves_the_new_link_alone(hub: InProcessHub) -> None:
+def test_a_break_of_an_earlier_epoch_leaves_the_new_link_alone(hub: InProcessHub) -> None:
     a, b = Side(hub, "a"), Side(hub, "b", epoch=2)
     connect(a, b)
     a.links.broke(WorkerEpoch("b", 1))
@@ -158,7 +158,7 @@ def test_nothing_is_sent_to_an_epoch_that_was_forgotten(hub: InProcessHub) -> No
     assert not a.links.is_ready(b.address)
 
 
-def test_a_worker_answers_whoever_was_remembered(hub: InProcessHub) -> None:
+def test_a_worker_answers_remembered_peers(hub: InProcessHub) -> None:
     a, b = Side(hub, "a"), Side(hub, "b")
     message = PeerRefused(sender=a.address, reason="")
     a.links.send(WorkerEpoch("b", 1), message)

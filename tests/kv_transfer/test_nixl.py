@@ -59,7 +59,7 @@ def test_the_first_one_of_a_link_may_be_the_damaged_one() -> None:
     assert take(NotificationSequencer(), make_message(0)[1:], make_message(1), make_message(2)) == [1, 2]
 
 
-def test_a_link_that_was_added_anew_counts_from_the_beginning() -> None:
+def test_a_link_that_was_added_again_counts_from_zero() -> None:
     sequencer = NotificationSequencer()
     assert take(sequencer, make_message(0), make_message(2), make_message(1)[:-1]) == [0, 2]
     assert take(sequencer, make_message(1, link=2), make_message(3), make_message(0, link=2)) == [0, 1]
@@ -84,7 +84,7 @@ def test_early_notifications_are_bounded_in_bytes_and_in_distance() -> None:
     assert take(sequencer, make_message(0)) == [0]
 
 
-def test_strangers_take_no_memory_and_no_place_of_those_who_are_known() -> None:
+def test_strangers_take_no_memory_and_no_slots_of_known_peers() -> None:
     receiver = NotificationReceiver(max_senders=2)
     arriving: list[dict[str, list[bytes]]] = [
         {"p#1": [make_message(0)], "q#1": [make_message(1)]},

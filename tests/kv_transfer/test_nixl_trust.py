@@ -83,7 +83,7 @@ def test_what_forbids_copies_between_processes_leaves_it_its_port(folder: Path) 
 
 
 @pytest.mark.cluster
-def test_without_a_private_folder_it_listens_at_loopback_alone() -> None:
+def test_without_a_private_folder_it_listens_only_at_loopback() -> None:
     opened = started("127.0.0.1")
     assert opened.devices == "lo"
     assert opened.addresses <= {"127.0.0.1", "::1"}
@@ -153,7 +153,7 @@ def test_a_worker_with_a_port_and_one_without_tell_each_other_so(transport: Tran
     ],
     ids=["another folder", "another machine", "a process that is gone", "a long name", "no process", "no mailbox"],
 )
-def test_notifications_go_to_neighbours_alone(folder: Path, change: Callable[[Any], Any]) -> None:
+def test_notifications_go_only_to_neighbours(folder: Path, change: Callable[[Any], Any]) -> None:
     ours, theirs = neighbour(folder, "a"), neighbour(folder, "b")
     try:
         fields = msgspec.msgpack.decode(theirs.local_metadata())

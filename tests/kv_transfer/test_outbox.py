@@ -73,7 +73,7 @@ def test_blocks_go_out_as_they_are_computed_and_done_goes_last(is_grant_early: b
     assert outbox.num_open == 0
 
 
-def test_a_receiver_that_missed_the_last_word_is_told_it_when_it_asks() -> None:
+def test_a_receiver_that_missed_the_last_message_gets_it_when_it_asks() -> None:
     outbox, write = writing_outbox()
     outbox.blocks_computed("r", [10, 11, 12, 13], 4)
     outbox.first_tokens("r", (42,))

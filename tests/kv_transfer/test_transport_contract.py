@@ -232,7 +232,7 @@ def test_removing_a_peer_loses_transfers_that_are_not_done(network: Network, is_
     assert transfer.state in (TransferState.LOST, TransferState.DONE)
     now = ours.clone()
     far.poll()
-    assert torch.equal(ours, now)  # nothing of a lost read lands
+    assert torch.equal(ours, now)  # no byte of a lost read lands
 
 
 def test_a_settled_transfer_knows_its_bytes_and_seconds(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:

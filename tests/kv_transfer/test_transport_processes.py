@@ -185,7 +185,7 @@ def test_reads_from_a_peer_that_is_stopped_and_killed_are_right_or_lost(
     poll_until(transport, lambda: first.is_settled)
     assert first.state is TransferState.DONE
     peer.signal(signal.SIGSTOP)
-    reads = [transport.read_blocks("d", [i], [i]) for i in range(8)]  # nixl: nothing of the peer is needed for them
+    reads = [transport.read_blocks("d", [i], [i]) for i in range(8)]  # nixl: the peer need do nothing for them
     peer.kill()
     poll_until(transport, lambda: all(read.is_settled for read in reads), LOSS_BOUND_S)
     assert states(reads) <= {TransferState.DONE, TransferState.LOST}
@@ -284,7 +284,7 @@ def test_senders_killed_while_notifying_silence_nobody(peers: Callable[..., Peer
 
 
 @pytest.mark.parametrize("name", [ONE_MACHINE], indirect=True)
-def test_a_stopped_peer_is_owed_bounded_notifications(peers: Callable[..., Peer], transport: Transport) -> None:
+def test_notifications_to_a_stopped_peer_are_bounded(peers: Callable[..., Peer], transport: Transport) -> None:
     peer = peers()
     transport.add_peer("d", 1, peer.metadata)
     peer.signal(signal.SIGSTOP)

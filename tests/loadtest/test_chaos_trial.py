@@ -201,7 +201,7 @@ async def test_the_last_worker_that_runs_is_left_alone(processes: list[subproces
     assert [child.poll() for child in processes] == [-signal.SIGKILL, None, -signal.SIGKILL]
 
 
-async def test_a_disk_cache_that_was_made_anew_can_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_cache_that_was_created_again_can_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_DISK_LOST_S", 0.05)
     folder = tmp_path / "kv"
 
@@ -228,7 +228,7 @@ async def test_a_disk_cache_that_was_made_anew_can_be_lost(tmp_path: Path, monke
         ("wrong text", "1 answers differ"),
     ],
 )
-async def test_what_clients_lose_is_told(fault: str, lost: str) -> None:
+async def test_what_clients_lose_is_reported(fault: str, lost: str) -> None:
     server = FakeServer([])
     server.spoil = {fault: 1}
     (line,) = (await run(server, [])).lost
@@ -301,7 +301,7 @@ async def test_a_client_resends_what_was_cut_off(fault: str, is_lost: bool, monk
     assert result.num_sent_again == (not is_lost)
 
 
-async def test_a_server_that_fails_before_anything_is_done_is_no_trial() -> None:
+async def test_a_server_that_fails_before_anything_is_done_fails_the_trial() -> None:
     server = FakeServer([])
     server.num_undisturbed, server.spoil = 3, {"status": 1}
     with pytest.raises(TrialError, match=r"before anything was done a request .* failed: HTTP 503"):
@@ -396,7 +396,7 @@ def test_a_traceback_in_the_log_is_a_loss() -> None:
     assert ChaosRun(num_tracebacks=2).lost == ["2 tracebacks are in the server's log"]
 
 
-async def test_memory_that_nobody_uses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unused_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_SETTLE_S", 0.0)
     server = FakeServer([])
     server.held = {"p": "", "d": "one lease is open"}

@@ -40,7 +40,7 @@ def test_a_partial_last_block_counts_with_its_real_size(num_blocks: int) -> None
         json.dumps({**LINE, "hash_ids": [4, 5, 6]}),
     ],
 )
-def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_not_a_request_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{json.dumps(LINE)}\n{line}\n")
     with pytest.raises(ValueError, match=r"trace\.jsonl, line 2"):

@@ -34,7 +34,7 @@ NUM_TOKENS = 2000  # more than a worker may have before another prompt is held b
 
 
 def long_request(request_id: str = "r0") -> GenerateRequest:
-    """A request that finds nothing of the others' prompts cached."""
+    """A request with no cached prefix in common with the others."""
     return make_request(request_id=request_id, num_prompt_tokens=NUM_TOKENS, scope=request_id)
 
 
@@ -213,7 +213,7 @@ async def test_metrics_tell_the_queue_and_the_reasons() -> None:
 
 
 def slow(worker: FakeWorker, message: Message) -> None:
-    """Answer one request in two at once, and compute nothing of the other."""
+    """Answer one request in two at once, and do not compute the other."""
     if isinstance(message, Generate) and int(message.request_id[1:]) % 2:
         worker.output(
             SequenceDelta(message.request_id, 0, [1], num_cached_tokens=0),

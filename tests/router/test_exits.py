@@ -1,4 +1,4 @@
-"""However requests end, nothing of theirs is left: clients, workers and the server stop at random moments."""
+"""However requests end, they leave nothing behind: clients, workers and the server stop at random moments."""
 
 from __future__ import annotations
 

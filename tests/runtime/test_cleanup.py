@@ -18,7 +18,7 @@ from tests.support.waiting import until
 DEADLINE_S = 20.0
 StartServer = Callable[[str], tuple[subprocess.Popen[str], Path]]
 SLEEP = "import time; print(flush=True); time.sleep(600)"
-# A server that starts a child, whose child outlives it, in a session of its own, and is told nothing of the end.
+# A server that starts a child, whose child outlives it, in its own session, and does not learn of the end.
 SERVER = """
 import subprocess, sys, time
 from tandem.runtime.cleanup import private_run
@@ -174,7 +174,7 @@ def test_only_those_with_the_whole_mark_end(tmp_path: Path, sleeper: Callable[..
 
 
 def test_a_process_without_its_environment_is_known_by_what_it_writes(tmp_path: Path) -> None:
-    """As Ray's do. Whoever only reads Ray's files, or writes into others, is not ours."""
+    """As Ray's do. A process that only reads Ray's files, or writes other files, is not ours."""
     folder = tmp_path / "folder"
     (folder / "ray").mkdir(parents=True)
     log_file, notes_file = folder / "ray" / "log", folder / "notes"

@@ -59,7 +59,7 @@ def test_without_an_authenticator_nobody_is_accepted(context: zmq.Context) -> No
         assert not socket.poll(500)  # no event tells that a connection was not accepted
 
 
-def test_a_key_allowed_soon_after_is_accepted_an_unknown_one_counted(context: zmq.Context) -> None:
+def test_a_key_allowed_soon_after_is_accepted_and_an_unknown_one_counted(context: zmq.Context) -> None:
     dropped = DroppedMessages()
     authenticator = KeyAuthenticator(context, dropped)
     socket, address = listener(context)
@@ -113,7 +113,7 @@ def test_a_message_that_is_too_long_is_not_received(context: zmq.Context, monkey
         assert socket.recv_multipart()[-1] == b"let me in"
         dealer.send(b"x" * 10_000)
 
-        def is_heard() -> bool:  # what is sent while the connection is made anew is lost
+        def is_heard() -> bool:  # what is sent during the reconnection is lost
             dealer.send(b"short")
             return bool(socket.poll(20))
 

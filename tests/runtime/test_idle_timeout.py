@@ -11,14 +11,14 @@ from tests.support.event_loop import iteration
 
 
 class LoopClock:
-    """The event loop's time, which stands still unless the test moves it."""
+    """The event loop's time, which moves only when the test moves it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
         monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: self.now_s)
 
     async def move(self, seconds: float) -> None:
-        """Let time pass at once, as where the loop stands still; then let the loop do what is due."""
+        """Let time pass at once, as if the loop had stalled; then let the loop do what is due."""
         self.now_s += seconds
         for _ in range(5):
             await iteration()

@@ -107,7 +107,7 @@ def test_children_are_told_to_leave_and_so_are_those_that_replace_them() -> None
     run(scenario())
 
 
-def test_a_machine_that_has_no_room_at_the_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_room_at_the_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EAGAIN, "no room")
 
@@ -120,7 +120,7 @@ def test_a_machine_that_has_no_room_at_the_start_is_told(monkeypatch: pytest.Mon
     run(scenario())
 
 
-def test_what_one_cannot_do_is_told_and_ends_the_others() -> None:
+def test_what_one_cannot_do_is_reported_and_ends_the_others() -> None:
     async def scenario() -> None:
         here = Group(lambda number, _: ["refuse", "hang"][number], 2)
         with pytest.raises(ConfigError, match="it does not want to"):
@@ -130,7 +130,7 @@ def test_what_one_cannot_do_is_told_and_ends_the_others() -> None:
     run(scenario())
 
 
-def test_how_one_ended_that_never_served_is_told() -> None:
+def test_the_exit_of_one_that_never_served_is_reported() -> None:
     async def scenario() -> None:
         here = Group(lambda *_: "die", 1)
         with pytest.raises(ConfigError, match=r"process 0 ended before it served, 3 times; the last code is -9"):
@@ -230,7 +230,7 @@ def test_a_parent_that_hung_itself_kills_nobody(monkeypatch: pytest.MonkeyPatch)
     run(scenario())
 
 
-def test_a_fault_of_ours_leaves_no_child_and_nobody_who_would_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_fault_leaves_no_child_and_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts: list[object] = []
 
     async def fail(*args: Any, **kwargs: Any) -> None:

@@ -35,7 +35,7 @@ async def test_all_who_ask_before_a_call_begins_share_it() -> None:
     assert await asyncio.gather(*(shared() for _ in range(1000))) == [1] * 1000
 
 
-async def test_who_asks_during_a_call_gets_the_next_one() -> None:
+async def test_callers_during_a_call_get_the_next_one() -> None:
     source = Source()
     shared = SharedCall(source, 0.0)
     source.may_end.clear()

@@ -55,7 +55,7 @@ def test_children_react_to_signals_whatever_was_inherited() -> None:
     command = [sys.executable, "-c", PARENT]
     done = subprocess.run(command, cwd=ROOT, preexec_fn=inherit, capture_output=True, text=True, timeout=60, check=True)
     ignored, blocked, code = done.stdout.splitlines()
-    assert code == "code: 3", "a parent that ignores SIGCHLD hears of no exit code"
+    assert code == "code: 3", "a parent that ignores SIGCHLD gets no exit code"
     assert blocked == "blocked: "
     # nohup is for the whole tree; Python itself ignores the last two.
     assert ignored == "ignored: SIGHUP SIGPIPE SIGXFSZ"

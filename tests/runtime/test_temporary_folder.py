@@ -45,7 +45,7 @@ def test_a_tmpdir_of_no_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list((tmp_path / "full").iterdir()) == []
 
 
-def test_a_machine_without_any_place_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_usable_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_none() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")
 

@@ -223,7 +223,7 @@ class TestServers:
 
 
 class TestBounds:
-    def test_a_worker_that_leaves_by_hand_counts_for_the_least_no_more(self) -> None:
+    def test_a_worker_that_is_drained_by_hand_no_longer_counts_for_the_minimum(self) -> None:
         world = World(2, 2, replace(ALL, min_workers=3))
         world.views["w3"] = replace(world.views["w3"], is_ready=False)
         world.tick(0.0, num_ticks=100)
@@ -290,7 +290,7 @@ class TestWithdrawal:
         world.tick(5.0)
         assert world.state.pauses == {}
 
-    def test_one_that_has_no_room_is_given_up_when_it_is_not_needed_any_more(self) -> None:
+    def test_one_that_has_no_room_is_given_up_when_no_longer_needed(self) -> None:
         world = self.adding()
         decision = self.until_over(world, 0.0)
         assert (decision.code, decision.withdrawn) == (Reason.UNWANTED, world.moves[-1])
@@ -353,8 +353,8 @@ class TestFailuresOfOthers:
         assert decision.code is Reason.ON_TARGET
         assert len(world.views) == ALL.min_workers
 
-    def test_hardly_any_load_adds_nothing_and_makes_pools_small(self) -> None:
-        """A slow machine: what an idle worker takes for a prompt and a step is no reason for a second one."""
+    def test_very_little_load_adds_nothing_and_makes_pools_small(self) -> None:
+        """A slow machine: the time an idle worker takes for a prompt and a step is not a reason for a second one."""
         policy = replace(ALL, max_workers=3)
         slow = replace(CAPACITY, costs=StepCosts(38e-3, 2.5e-3, 700e-9, 5e-3, 2e-6))
         for pools in ((2, 1), (1, 2), (1, 1)):

@@ -36,7 +36,7 @@ def test_bursts_show_at_the_scale_that_they_have() -> None:
     assert bursts.dispersion(16.0) > 100
 
 
-def test_a_steady_rise_is_no_burst_and_a_change_of_the_level_hardly_is() -> None:
+def test_a_steady_rise_is_not_a_burst_and_a_change_of_level_barely_is() -> None:
     assert max(dict(measured(0.1 * tick for tick in range(600)).by_scale()).values()) <= 1.0
     calm = poisson(20.0, 300)
     changed = measured([*calm, *(3 * count for count in calm)])

@@ -96,7 +96,7 @@ def test_a_burst_within_a_minute_does_not_fade() -> None:
     assert sizing.report()["num_tokens"] == 16_000
 
 
-def test_another_block_size_starts_anew() -> None:
+def test_another_block_size_starts_over() -> None:
     sizing = make_sizing(100)
     observe(sizing, BLOCKS[:10], cached=160)
     sizing.observe(BLOCKS[:10], [], block_size=32, num_prompt_tokens=320, num_cached_tokens=0, tenant="default")

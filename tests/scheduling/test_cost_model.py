@@ -87,7 +87,7 @@ def test_keeps_what_it_knows_of_prefill_while_only_decoding() -> None:
     assert model.prefill_s(2048, 0, 512) == pytest.approx(before_s, rel=0.1)
 
 
-def test_one_stall_hardly_matters() -> None:
+def test_one_stall_barely_matters() -> None:
     model = learned()
     before_s = model.costs.step_s(8, 4000)
     model.observe(with_duration(make_step(TRUTH, seqs=8, kv=4000), 30.0))

@@ -88,7 +88,7 @@ def test_cache_aware_follows_its_own_decisions_until_loads_differ_too_much() -> 
     policy = make_policy("cache_aware", fleet)
     assert chosen(policy) == "w0"
     book(fleet, "w0", kv=1, times=64)
-    assert chosen(policy) == "w0"  # 64 more than the least loaded is no imbalance yet
+    assert chosen(policy) == "w0"  # 64 more than the least loaded is not an imbalance yet
     book(fleet, "w0", kv=1)
     assert chosen(policy) == "w1"
 

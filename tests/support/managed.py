@@ -28,7 +28,7 @@ def engine_python(folder: Path, fake: str) -> Path:
 
 
 def engine_server(**fields: Any) -> EngineServer:
-    """What a node is told of a server of another engine, as `fields` differ from these."""
+    """What a node is told about another engine's server; `fields` override these."""
     values: dict[str, Any] = {
         "worker_id": "prefill-0",
         "kind": "vllm",

@@ -65,7 +65,7 @@ class HostGraph(TorchDispatchMode):
         return result
 
     def note(self, call: Callable[[], object]) -> None:
-        """Record a call that is no operation of torch."""
+        """Record a call that is not a torch operation."""
         self._calls.append(call)
 
     def foreign(self, allowed: Iterable[Tensor]) -> list[Tensor]:

@@ -113,7 +113,7 @@ class ScriptedEngine:
     """How the engine of a `FakeServer` behaves.
 
     Each stream takes a number from `breaks`, which engines may share, and breaks after that number of events. While
-    `hung_at` is a number, the core hangs: streams stand still before their event of this number, other answers do not
+    `hung_at` is a number, the core hangs: streams stall before their event of this number, other answers do not
     come. The HTTP server answers on, and `filler` is what it sends meanwhile, every 10 ms.
     """
 
@@ -148,7 +148,7 @@ class ScriptedEngine:
                         raise ConnectionResetError("the engine dies")
                     case "error":
                         error = b'data: {"error":{"message":"EngineCore died","code":500}}\n\n'
-                        yield error + raw + b"data: [DONE]\n\n"  # what follows an error is no part of the answer
+                        yield error + raw + b"data: [DONE]\n\n"  # what follows an error is not part of the answer
                     case "hang":
                         await asyncio.Event().wait()
                 return

@@ -62,5 +62,5 @@ def assert_within(span: ReadableSpan, parent: ReadableSpan) -> None:
     assert span.context is not None
     assert parent.context is not None
     assert span.context.trace_id == parent.context.trace_id
-    slack_ns = 1_000_000  # the wall clock and the monotonic one are compared anew for each span
+    slack_ns = 1_000_000  # the wall clock and the monotonic one are compared for each span
     assert parent.start_time - slack_ns <= span.start_time <= span.end_time <= parent.end_time + slack_ns, span.name

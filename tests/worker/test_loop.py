@@ -431,7 +431,7 @@ async def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model:
         def slow_run(*arguments: Any) -> Any:
             nonlocal steps
             steps += 1
-            if steps == 3:  # by now the lease is granted and known to the sender
+            if steps == 3:  # now the lease is granted and known to the sender
                 is_stuck.set()
                 go_on.wait(DEADLINE_S)
             return run(*arguments)

@@ -73,7 +73,7 @@ async def test_dropped_messages_are_counted_where_they_were_dropped(tiny_model: 
     async with running_cluster(tiny_model) as cluster:
         worker = cluster.worker("d")
         with contextlib.closing(Client(worker)) as client:
-            client.send_bytes(b"this is no message")
+            client.send_bytes(b"this is not a message")
             await eventually(
                 lambda: cluster.sample("tandem_dropped_messages_total", worker="d", at="worker", reason="malformed")
             )

@@ -1,4 +1,4 @@
-"""Answers that go on with another worker: the tokens of one engine that was never disturbed."""
+"""Answers that continue on another worker have the same tokens as on one undisturbed engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Requests = list[tuple[list[int], dict[str, Any]]]
 
 
 def random_requests(rng: random.Random, num: int, lengths: list[int], kinds: int = 4, **fields: Any) -> Requests:
-    """Prompts of these lengths and their sampling, of the first so many kinds."""
+    """Prompts of these lengths, each with the sampling of one of the first `kinds` kinds."""
     names, fields = list(SAMPLING)[:kinds], fields | {"ignore_eos": True}
     return [(make_prompt(rng.choice(lengths), number), SAMPLING[rng.choice(names)] | fields) for number in range(num)]
 
@@ -64,14 +64,14 @@ async def check(answers: list[asyncio.Task[Answer]], requests: Requests, oracle:
 
 
 class Deaths:
-    """Lets workers be dead to the router while they go on: what they still write and send must do no harm."""
+    """Makes the router treat running workers as dead: what they still write and send must do no harm."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.killed: list[str] = []
 
     async def kill(self, side: str) -> None:
-        """The worker that does this part of the newest request."""
+        """Kill the worker that does this part of the newest request."""
         newest = (await self.cluster.flow.decisions())[0]
         worker_id = newest["placement"]["candidates"][0][f"{side}_worker"]
         self.cluster.client.mark_dead(worker_id, "killed by the test")
@@ -82,7 +82,7 @@ class Deaths:
             await self.cluster.client.add_worker(self.cluster.worker(self.killed.pop()).address)
 
     async def answer(self, prompt: list[int], deaths: dict[int, str], **sampling: Any) -> Answer:
-        """The answer. The worker that does this part dies once the client has as many tokens as `deaths` says."""
+        """The answer to a prompt. `deaths`: which part's worker dies once the client has that many tokens."""
         out: list[int] = []
         reason = None
         left = dict(deaths)
@@ -125,7 +125,7 @@ async def test_deaths_among_many_streams_change_no_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Workers die and come back at any moment, also before the first token and while KV is on its way."""
-    monkeypatch.setattr(reservation, "MAX_DEATHS", 1000)  # no request is to blame here
+    monkeypatch.setattr(reservation, "MAX_DEATHS", 1000)  # no request is to blame
     rng = random.Random(7)
     router = {"max_moves": 50, "copy_kv_tokens": copy_kv_tokens}
     async with running_cluster(tiny_model, roles, router=router, engine={"speculate": speculate}) as cluster:
@@ -165,9 +165,11 @@ async def test_answers_follow_the_roles_of_workers_without_losing_a_token(
         await cluster.becomes_idle()
 
 
-async def test_answers_go_to_who_joins(tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_move_to_a_worker_that_joins(
+    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hot_spots, "_MIN_REMAINING_TOKENS", 1)
-    # Steps cost what their sequences cost, in the router's eyes: whether a move pays is not up to this machine's pace.
+    # The router's cost model is fixed: whether a move pays must not depend on the speed of this machine.
     monkeypatch.setattr(cost_model, "CPU_PRIOR", CPU_PRIOR._replace(base_s=0.0, decode_seq_s=0.01))
     monkeypatch.setattr(CostModel, "learn", lambda *_: None)
     rng = random.Random(5)

@@ -156,7 +156,7 @@ async def test_a_computed_prompt_waits_for_a_full_pool_past_any_timeout(tiny_mod
         first = asyncio.create_task(cluster.serve(request, cancel_after=1))
         answer = asyncio.create_task(cluster.generate(prompt))
         await eventually(lambda: worker.parts.engine.scheduler.num_waiting_for_room == 2)
-        past_s = time.monotonic() + 4 * timeout_s  # no event tells of a timeout that does not fire
+        past_s = time.monotonic() + 4 * timeout_s  # no event shows that a timeout does not fire
         await eventually(lambda: time.monotonic() > past_s)
         assert not answer.done()
         assert not first.done(), "a token was sent, and nothing would have followed it"

@@ -121,7 +121,7 @@ def lease_request(sender: PeerAddress, request_id: str = "r") -> LeaseRequest:
     return LeaseRequest(sender=sender, request_id=request_id)
 
 
-def test_a_reply_reaches_whoever_asked(pair: tuple[Side, Side], call: Callable[..., Caller]) -> None:
+def test_a_reply_reaches_the_one_that_asked(pair: tuple[Side, Side], call: Callable[..., Caller]) -> None:
     worker, _ = pair
     router = call(worker.address).messages
     for data in (b"\xff no message", b"\x81\xa4type\xa4what", encode_message(Cancel(request_id="r1"))):

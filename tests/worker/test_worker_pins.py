@@ -87,7 +87,7 @@ async def test_a_pinned_prefix_outlives_pressure_in_the_pool_and_expires(tiny_mo
         again = await cluster.generate(pinned)
         assert (again.token_ids, again.num_cached_tokens) == (oracle.answer(pinned), 8 * BLOCK_SIZE)
         assert (await cluster.generate(other)).num_cached_tokens == 0
-        await cluster.becomes_idle()  # a live pin is no leak
+        await cluster.becomes_idle()  # a live pin is not a leak
         await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, pinned), ttl_s=0.05))
         await eventually(lambda: not worker.parts.engine.pool.pinned_digests())
         await flood(cluster, rng)
@@ -277,7 +277,7 @@ async def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path,
 
 
 def test_a_request_goes_before_a_prefetch(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the disk held up in the middle of a piece, a prompt's own loads begin at once and the piece starts anew."""
+    """With the disk held up in the middle of a piece, a prompt's own loads begin at once and the piece starts over."""
     tiers = disk_and_host(tmp_path)
     pinned, asked = prompt_of(random.Random(9), 12), prompt_of(random.Random(10), 12)
     machine = restarted(tiny_model, tiers, pinned, asked)

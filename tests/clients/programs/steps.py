@@ -1,6 +1,6 @@
 """Runs a client's program step by step and prints the title of each step, and what it printed itself.
 
-The programs run in an environment that has the client and not Tandem, so they import nothing of it.
+The programs run in an environment that has the client and not Tandem, so they import nothing from Tandem.
 """
 
 from __future__ import annotations

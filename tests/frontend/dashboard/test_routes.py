@@ -60,7 +60,7 @@ async def first_event(response: httpx.Response) -> tuple[str, dict[str, object]]
     return name, json.loads(data.removeprefix("data: "))
 
 
-async def test_who_knows_only_the_address_gets_the_page_and_its_files_without_a_key() -> None:
+async def test_the_page_and_its_files_need_no_key() -> None:
     async with served(api_keys_of(KEYS)) as (client, _):
         answer = await client.get("/")
         assert (answer.status_code, answer.headers["location"], answer.content) == (307, "dashboard", b"")
@@ -85,7 +85,7 @@ async def test_the_first_snapshot_has_what_happened_before_somebody_looked() -> 
     world = DashboardWorld()
     async with served(api_keys_of(KEYS), world) as (client, _):
         history = "/v1/dashboard/history"
-        await client.get(history, headers=OPERATOR)  # both have looked at the counters by now
+        await client.get(history, headers=OPERATOR)  # both have now looked at the counters
         world.tick()
         async with client.stream("GET", "/v1/dashboard", headers=OPERATOR) as one:
             traffic = (await first_event(one))[1]["traffic"]

@@ -1,4 +1,4 @@
-"""What one snapshot says, and how large it is."""
+"""The content and the size of a dashboard snapshot."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_shares_add_up() -> None:
     assert sum(sum(tenant["refused"].values()) for tenant in last["tenants"]) == 12  # of 240 requests
 
 
-async def test_decisions_are_the_latest_with_their_runner_up_and_all_terms() -> None:
+async def test_the_latest_decisions_have_their_runner_up_and_all_terms() -> None:
     world = DashboardWorld()
     last = (await snapshots_of(world, 5))[-1]
     decisions = last["decisions"]
@@ -68,12 +68,12 @@ async def test_decisions_are_the_latest_with_their_runner_up_and_all_terms() -> 
         assert sum(row["chosen"]["terms"]) <= sum(row["runner_up"]["terms"])
 
 
-async def test_tiers_and_the_curve_say_what_there_is_and_would_be() -> None:
+async def test_tiers_show_their_sizes_and_the_curve_predicts_hit_ratios() -> None:
     last = (await snapshots_of(DashboardWorld(4), 20))[-1]
     tiers = {tier["name"]: tier for tier in last["tiers"]}
     assert {name: tier["capacity_blocks"] for name, tier in tiers.items()} == {
         "pool": 4 * 4096,
-        "host": 4 * 16384,  # each worker has its own
+        "host": 4 * 16384,  # one for each worker
         "disk": 65536,  # all workers are on one host
         "object": 262144,  # all share one
     }
@@ -84,7 +84,7 @@ async def test_tiers_and_the_curve_say_what_there_is_and_would_be() -> None:
     assert sizes == sorted(sizes)
 
 
-async def test_history_is_a_minute_and_begins_anew_after_nobody_looked() -> None:
+async def test_history_is_a_minute_and_restarts_after_a_time_without_viewers() -> None:
     world, clock = DashboardWorld(), Clock()
     builder = builder_of(world, clock)
     for _ in range(80):
@@ -97,7 +97,7 @@ async def test_history_is_a_minute_and_begins_anew_after_nobody_looked() -> None
     assert (len(last["history"]["rows"]), last["traffic"]["window_s"]) == (1, 0)
 
 
-async def test_the_last_minute_is_known_though_nobody_looked() -> None:
+async def test_the_last_minute_is_known_without_viewers() -> None:
     world, clock = DashboardWorld(), Clock()
     builder = builder_of(world, clock)
     for second in range(300):  # `run` calls it every 5 s
@@ -110,7 +110,7 @@ async def test_the_last_minute_is_known_though_nobody_looked() -> None:
     assert last["hits"]
     rows = len(last["history"]["rows"])
     await builder.keep_up()
-    assert len(json.loads(await builder.build())["history"]["rows"]) == rows + 1, "whoever watches keeps it up"
+    assert len(json.loads(await builder.build())["history"]["rows"]) == rows + 1, "reading it keeps it up to date"
 
 
 async def test_errors_of_the_last_minute_come_first() -> None:

@@ -139,7 +139,7 @@ async def test_a_raw_route_takes_only_posts() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_server_that_will_end_asks_its_clients_to_connect_anew(path: str) -> None:
+async def test_a_server_that_will_end_asks_its_clients_to_reconnect(path: str) -> None:
     app = app_of(tell)
     async with app_client(app) as client:
         assert "connection" not in (await client.post(path, headers=KEY)).headers

@@ -203,7 +203,9 @@ async def test_a_keys_priority_counts_where_the_request_names_none() -> None:
         ({}, "/dashboard", "any", []),
     ],
 )
-def test_the_server_is_told_who_is_no_stranger(keys: dict[str, str], path: str, key: str, admitted: list[bool]) -> None:
+def test_the_server_learns_which_clients_have_a_key(
+    keys: dict[str, str], path: str, key: str, admitted: list[bool]
+) -> None:
     told = list[bool]()
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
     extensions = {ADMIT: {"admit": lambda *, has_key: told.append(has_key)}}

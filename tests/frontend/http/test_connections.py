@@ -1,4 +1,4 @@
-"""Who is closed when there are too many connections."""
+"""Which connections are closed when there are too many."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_those_with_a_key_count_for_no_network() -> None:
     assert (shed(with_key), shed(flood)) == ([], list(range(41)))
 
 
-async def test_streams_are_never_closed_and_the_reserve_is_for_those_who_wait() -> None:
+async def test_streams_are_never_closed_and_the_reserve_is_for_waiting_clients() -> None:
     shared = connections_of(10)
     streams = connect(shared, "proxy", 10)
     for stream in streams:
@@ -124,7 +124,7 @@ async def test_there_is_no_room_if_nobody_can_be_closed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_the_books_agree_whatever_happens(seed: int) -> None:
+async def test_the_accounts_agree_whatever_happens(seed: int) -> None:
     rng, shared = random.Random(seed), connections_of(50)
     for _ in range(2000):
         client = rng.choice([*shared.open, *shared._leaving, Client(shared, rng.choice("abcdefgh"))])

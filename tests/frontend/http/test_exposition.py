@@ -189,7 +189,7 @@ def test_their_types_are_those_of_vllm() -> None:
 
 
 @pytest.mark.parametrize("models", [[], ["m", "n"]])
-def test_sums_over_several_models_are_of_no_model(models: list[str]) -> None:
+def test_sums_over_several_models_name_no_model(models: list[str]) -> None:
     value = values_of(exposition(busy_server().collect(), WITH_NAMES, models).decode())
     assert value("vllm:num_requests_running", model_name="", engine="0") == 9
 

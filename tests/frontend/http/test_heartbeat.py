@@ -1,4 +1,4 @@
-"""When a stream that has nothing to send sends something all the same: on a clock that the test moves."""
+"""When a stream without tokens sends its head and pings, on a clock that the test moves."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MAX_STALL_S = 0.5
 class LoopWatch:
     """The longest time that the event loop took for a turn since `restart`.
 
-    By the processor time of this process: a turn that others on this machine keep from running is no stall of ours.
+    By the processor time of this process: a turn delayed by other processes is not our stall.
     """
 
     def __init__(self) -> None:

@@ -96,7 +96,7 @@ def test_a_wrong_value_among_millions_takes_no_memory_for_them() -> None:
     assert second.message == "Invalid value for 'prompt[1000000]': expected 'int' >= 0."
 
 
-def test_the_field_is_named_where_the_rest_of_the_body_is_no_json() -> None:
+def test_the_field_is_named_where_the_rest_of_the_body_is_not_json() -> None:
     assert error_of(b'{"temperature": 9, ').message == "Invalid value for 'temperature': expected 'float' <= 2.0."
 
 

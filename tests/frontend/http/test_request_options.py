@@ -27,7 +27,7 @@ async def test_headers_and_body_reach_the_backend(backend: FakeBackend, client: 
     assert (sibling.service_class, sibling.explains) == (ServiceClass("search", -3, math.inf), False)
     assert [(one.is_later_choice, one.fork_of) for one in backend.requests] == [
         *((True, first.request_id), (False, ""), (False, "")),
-        *((False, ""), (True, "")),  # of several prompts, which wait for workers, and are no siblings
+        *((False, ""), (True, "")),  # of several prompts, which wait for workers, and are not siblings
     ]
     assert (plain.service_class, plain.explains) == (ServiceClass("default", 0, None), False)
 

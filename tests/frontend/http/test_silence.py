@@ -303,7 +303,7 @@ async def test_a_request_still_goes_elsewhere_after_pings(pings: Pings) -> None:
             assert without_pings(COMPLETIONS, stream_of(client)[2])[1].endswith("data: [DONE]\n\n")
 
 
-async def test_an_engine_that_answers_a_stream_plainly_is_told_of(server: FakeServer, pings: Pings) -> None:
+async def test_an_engine_that_answers_a_stream_plainly_is_reported(server: FakeServer, pings: Pings) -> None:
     answer = {"choices": [{"index": 0, "text": "word", "finish_reason": "stop"}]}
     server.replies[COMPLETIONS] = lambda *_: JSONResponse(answer)
     async with routing(spec_of(server, "a")) as router:

@@ -204,7 +204,9 @@ async def test_garbage_ends_its_connection_and_nothing_else(tmp_path: Path, capl
                 writer.close()
             async with port.client() as client:
                 assert (await client.get("/")).status_code == 200
-    assert not [record for record in caplog.records if record.name != "httpx"], "a client's garbage is no news"
+    assert not [record for record in caplog.records if record.name != "httpx"], (
+        "a client's garbage is not worth a log line"
+    )
 
 
 async def test_a_handshake_that_does_not_end_has_a_deadline(tmp_path: Path) -> None:
@@ -338,7 +340,7 @@ async def test_no_handshake_is_made_with_a_client_that_left(tmp_path: Path, monk
     assert num_made <= 4, "of the last client"
 
 
-async def test_half_open_handshakes_make_room_for_those_who_finish(tmp_path: Path) -> None:
+async def test_half_open_handshakes_make_room_for_complete_ones(tmp_path: Path) -> None:
     async with serving(tmp_path, max_connections=10) as port, port.client() as client:
         half_open = [await port.raw() for _ in range(40)]
         for _, writer in half_open:

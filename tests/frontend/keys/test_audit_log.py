@@ -43,7 +43,7 @@ def brief(path: Path) -> list[tuple[str, str, str, str]]:
     return [(one["action"], one["key_id"], one["target"], one["result"]) for one in lines_of(path)]
 
 
-def test_lines_are_appended_in_order_to_a_file_of_the_owner_alone(tmp_path: Path) -> None:
+def test_lines_are_appended_in_order_to_a_file_that_only_the_owner_can_read(tmp_path: Path) -> None:
     path = tmp_path / "audit"
     for first in (0, 3):  # two runs of a server
         log = AuditLog(str(path))
@@ -83,7 +83,7 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
         assert [one["target"][150:] for one in lines if one["action"] == name] == [str(n) for n in range(300)]
 
 
-def test_a_disk_that_fails_is_told_once_counted_and_used_again(
+def test_a_disk_that_fails_is_reported_once_counted_and_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, lost = tmp_path / "audit", []
@@ -114,7 +114,7 @@ def test_a_disk_that_hangs_delays_nobody_and_holds_few_lines(tmp_path: Path, mon
     assert len(lines_of(tmp_path / "audit")) == 50 - len(lost)
 
 
-def test_a_file_that_cannot_be_written_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported_before_anything_starts(tmp_path: Path) -> None:
     check_audit_log("")
     check_audit_log(str(tmp_path / "new"))
     os.mkfifo(tmp_path / "pipe")

@@ -1,4 +1,4 @@
-"""The file of API keys: what is kept, who may read it, writers at the same time, and files that are no key files."""
+"""The file of API keys: what is kept, who may read it, writers at the same time, and files that are not key files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORK = multiprocessing.get_context("spawn")
 LIMITS = KeyLimits(requests_per_minute=60, tokens_per_minute=9000, concurrent_requests=2, pins=0)
 
 
-def test_a_created_key_is_stored_by_its_hash_alone(tmp_path: Path) -> None:
+def test_a_created_key_is_stored_only_as_its_hash(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     expires = datetime(2031, 1, 31, tzinfo=UTC)
     key, secret = create_key(str(path), tenant="search", name="Jürgen's", priority=-3, limits=LIMITS, expires=expires)
@@ -168,7 +168,9 @@ def file_of(*keys: Any, **fields: Any) -> str:
         (file_of(entry(), entry(id="k-2")), "has the key k-2 twice"),
     ],
 )
-def test_a_file_that_is_no_key_file_is_told_without_its_content(tmp_path: Path, content: str, expected: str) -> None:
+def test_a_file_that_is_not_a_key_file_is_reported_without_its_content(
+    tmp_path: Path, content: str, expected: str
+) -> None:
     path = tmp_path / "keys"
     path.write_text(content)
     path.chmod(0o600)
@@ -192,7 +194,7 @@ def test_a_file_that_others_may_read_or_the_group_may_write_is_refused(tmp_path:
         assert len(read_keys(str(path)).keys) == 1
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_a_file_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name in ("pipe", "/dev/null"):
         with pytest.raises(ConfigError, match="is not a regular file"):

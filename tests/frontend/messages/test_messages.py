@@ -159,7 +159,7 @@ async def test_max_tokens_end_with_the_context(tokenizer: Tokenizer, max_tokens:
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
-async def test_a_prompt_that_does_not_fit_is_told_as_claude_code_reads_it(
+async def test_a_prompt_that_does_not_fit_is_reported_as_claude_code_reads_it(
     tokenizer: Tokenizer, backend: FakeBackend, client: Client, path: str
 ) -> None:
     backend.max_model_len = 64
@@ -173,7 +173,7 @@ async def test_a_prompt_that_does_not_fit_is_told_as_claude_code_reads_it(
     assert 64 < int(found[1]) <= num_tokens, "refused before it is encoded, by the fewest tokens that it can have"
 
 
-async def test_max_tokens_zero_computes_the_prompt_alone(backend: FakeBackend) -> None:
+async def test_max_tokens_zero_computes_only_the_prompt(backend: FakeBackend) -> None:
     for message in await both_of(backend, max_tokens=0):
         assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
         assert (message["usage"]["output_tokens"], message["usage"]["cache_read_input_tokens"]) == (0, 3)

@@ -333,7 +333,7 @@ async def test_a_generative_model_makes_no_embeddings(client: Client) -> None:
     }
 
 
-async def test_a_card_tells_the_formats_that_flags_name(tokenizer: Tokenizer) -> None:
+async def test_a_card_names_the_formats_that_flags_choose(tokenizer: Tokenizer) -> None:
     config = {"tool_parser": "none", "reasoning_parser": "kimi"}
     async with closing(FakeBackend(tokenizer), **config) as client:
         found = (await client.get("/v1/models/org/toy")).json()["capabilities"]

@@ -147,7 +147,9 @@ async def test_stop_string_ends_the_answer_and_the_generation(
     assert backend.num_steps == num_steps
 
 
-async def test_stop_token_is_told_and_not_shown(tokenizer: Tokenizer, backend: FakeBackend, client: Client) -> None:
+async def test_a_stop_token_is_reported_and_not_shown(
+    tokenizer: Tokenizer, backend: FakeBackend, client: Client
+) -> None:
     backend.reply = "abc"
     eos = tokenizer.encode("</s>", add_special_tokens=False)[0]
     answer = (await client.post(CHAT, json=chat(stop_token_ids=[eos], skip_special_tokens=False))).json()

@@ -58,7 +58,7 @@ async def test_a_server_without_keys_takes_any_and_none(client: Client, key: str
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_error_known_before_the_first_token_is_no_stream(client: Client, path: str) -> None:
+async def test_an_error_known_before_the_first_token_is_not_streamed(client: Client, path: str) -> None:
     for wrong in ({"temperature": 99}, {"model": "nope"}):
         response = await client.post(path, json=BODIES[path] | {"stream": True} | wrong)
         assert response.status_code in (400, 404)

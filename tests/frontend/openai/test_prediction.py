@@ -1,4 +1,4 @@
-"""`prediction`: what it becomes, what the usage tells of it, and that it shuts no client out."""
+"""`prediction`: what it becomes, what the usage says about it, and that it excludes no client."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def counting(backend: FakeBackend) -> None:
     backend.script = script
 
 
-async def test_usage_tells_how_much_of_it_came(tokenizer: Tokenizer) -> None:
+async def test_usage_says_how_much_of_it_came(tokenizer: Tokenizer) -> None:
     backend = FakeBackend(tokenizer, "hello world and more", run=3)
     plain = (await answer(backend))["usage"]
     assert "completion_tokens_details" not in plain

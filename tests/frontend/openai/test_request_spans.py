@@ -58,7 +58,7 @@ async def test_a_request_is_in_its_clients_trace(tokenizer: Tokenizer, is_stream
     }
     assert {name: attributes[name] for name in expected} == expected
     assert 0 < attributes["gen_ai.response.time_to_first_chunk"] < 60
-    assert not any("secret" in str(span.to_json()) for span in kept.all), "prompts are no part of a trace"
+    assert not any("secret" in str(span.to_json()) for span in kept.all), "a trace has no prompts"
 
 
 @pytest.mark.parametrize(

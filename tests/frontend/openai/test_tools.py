@@ -214,7 +214,7 @@ async def test_a_template_gets_arguments_as_it_shows_them(tmp_path: Path, shown:
     ],
 )
 async def test_a_call_with_broken_arguments_ends_nothing(tmp_path: Path, arguments: Any, shown: dict[str, Any]) -> None:
-    """Many templates refuse arguments that are no object, and the client would send them again for ever."""
+    """Many templates refuse arguments that are not an object, and the client would resend them forever."""
     template = CALLS.replace("CALL", "}} {{ call.function.arguments.items() | list")
     backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), "hello")
     call = {"id": "1", "function": {"name": "weather", "arguments": arguments}}
@@ -349,7 +349,7 @@ async def test_a_quoted_marker_of_harmony_is_text(tmp_path: Path, run: int, stop
     assert arguments == '{"city": "«<|channel|>final' + ('<|message|>»"}' if stop.endswith("never") else "")
 
 
-async def test_reasoning_that_the_template_opens_is_told_apart(tmp_path: Path) -> None:
+async def test_reasoning_that_the_template_opens_is_recognised(tmp_path: Path) -> None:
     template = ROLES + "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
     tokenizer = Tokenizer(build_tokenizer(tmp_path, template))
     reply = "Let me see.\n</think>\n\nYes."

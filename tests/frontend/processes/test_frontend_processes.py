@@ -302,7 +302,7 @@ async def test_draining_lets_answers_end_and_ends_the_processes(tmp_path: Path) 
             await here.chat()
 
 
-async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
+async def test_a_process_that_cannot_start_is_reported(tmp_path: Path) -> None:
     backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
     with listening("127.0.0.1", 0) as listener:
         config = RouterConfig(port=0, router_processes=2)
@@ -320,7 +320,7 @@ async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
             assert not processes.is_serving
 
 
-async def test_a_temporary_folder_with_a_long_name_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_temporary_folder_with_a_long_name_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

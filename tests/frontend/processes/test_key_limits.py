@@ -39,7 +39,7 @@ class Ready:
 
 
 class Server:
-    """Clients of the server's processes, its limiter, and a clock that stands still."""
+    """Clients of the server's processes, its limiter, and a clock that does not move."""
 
     def __init__(self, backend: FakeBackend, keys: Sequence[ApiKey]) -> None:
         self.now = 100.0

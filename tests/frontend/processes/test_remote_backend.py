@@ -399,7 +399,7 @@ def _advance(now: list[float]) -> bool:
     return True
 
 
-async def test_no_deciding_process_is_told_in_time(tmp_path: Path) -> None:
+async def test_a_missing_deciding_process_is_reported_in_time(tmp_path: Path) -> None:
     frontend = RemoteBackend(JoinSettings(f"{tmp_path}/nobody", "frontend", lambda: None, 0.05))
     with pytest.raises(WorkerError, match="cannot be reached"):
         await frontend.start()

@@ -232,7 +232,9 @@ async def test_an_engine_where_nothing_listens_is_not_waited_for(fake_a: FakeSer
 
 async def test_a_hanging_engine_loses_requests_without_a_first_byte(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.headers_pause.clear()
-    config = RouterConfig(worker_timeout_s=1000.0)  # for running streams: what has no byte yet need not wait so long
+    config = RouterConfig(
+        worker_timeout_s=1000.0
+    )  # for running streams: a request without a first byte need not wait so long
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), config=config, probe_timeout_s=0.5) as router:
         fake_b.health_pause.clear()  # b is out of the way, so the request goes to a
         await eventually(lambda: router.engine("b").state is WorkerState.DEAD)
@@ -424,7 +426,7 @@ async def test_a_broken_pipe_is_a_disconnect(fake_a: FakeServer, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["open", "relay"])
-async def test_our_errors_are_no_disconnects(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+async def test_our_errors_are_not_disconnects(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def broken(*_: Any) -> None:
         raise TimeoutError("ours")
 

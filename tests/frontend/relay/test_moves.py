@@ -113,7 +113,9 @@ async def test_an_undisturbed_stream_is_the_engines_own(fake_a: FakeServer) -> N
             assert (await ask(router, asked)).content == direct.content
 
 
-async def test_who_asked_for_token_ids_gets_those_of_all_engines(fake_a: FakeServer, fake_b: FakeServer) -> None:
+async def test_a_client_that_asked_for_token_ids_gets_those_of_all_engines(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
     breaks = scripts_on(fake_a, fake_b)
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
         breaks.append(5)
@@ -249,7 +251,7 @@ async def test_a_stream_that_ends_one_engine_after_the_other_is_given_up() -> No
         fakes = [one, two, three, four]
         breaks = scripts_on(*fakes)
         async with routing(*(spec_of(fake, name) for fake, name in zip(fakes, "abcd", strict=True))) as router:
-            breaks += [1] * MAX_DEATHS  # each dies behind the role, which is no token
+            breaks += [1] * MAX_DEATHS  # each dies after the role, which is not a token
             error = error_of(await ask(router, CHAT_BODY))
             assert error["code"] == "poisoned_request"
             assert "3 engines ended" in error["message"]

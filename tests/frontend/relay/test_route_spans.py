@@ -1,4 +1,4 @@
-"""`tandem route`: attempts as spans, retries, and what engines are told of the trace."""
+"""`tandem route`: attempts as spans, retries, and what engines learn about the trace."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_halves_need_their_other_half() -> None:
             check_fleet([prefill, decode, whole])
 
 
-def test_sglangs_metrics_tell_its_cache_and_its_progress() -> None:
+def test_sglangs_metrics_show_its_cache_and_its_progress() -> None:
     text = """\
 sglang:num_running_reqs{dp_rank="0"} 2.0
 sglang:num_queue_reqs{dp_rank="0"} 1.0

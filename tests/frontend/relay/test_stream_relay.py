@@ -51,7 +51,7 @@ def test_pieces_that_are_not_strict_json_are_passed_on_in_any_company(piece: byt
 
 @pytest.mark.parametrize("event_format", [ChunkEvents(), ResponseEvents(), MessageEvents()])
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_events_whose_data_is_no_json_object_are_passed_on(event_format: EventFormat, line_end: bytes) -> None:
+def test_events_whose_data_is_not_a_json_object_are_passed_on(event_format: EventFormat, line_end: bytes) -> None:
     for data in (b"no JSON", b'["a"]', b"null", b'{"delta":NaN}'):
         event = b"event: some" + line_end + b"data: " + data + 2 * line_end
         relay = StreamRelay("a", Reply(cast(Any, None)), Counting(), event_format, shows_usage=False)
@@ -64,7 +64,7 @@ def role(index: int) -> bytes:
     return b'data: {"choices":[{"index":%d,"delta":%b,"finish_reason":null}]}\n\n' % (index, delta)
 
 
-def test_events_that_only_open_an_answer_are_no_tokens() -> None:
+def test_events_that_only_open_an_answer_are_not_tokens() -> None:
     piece = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
     with_role = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":"a"}}]}\n\n'
     usage = b'data: {"choices":[{"index":0,"delta":{"role":"assistant"}}],"usage":{"prompt_tokens":1}}\n\n'

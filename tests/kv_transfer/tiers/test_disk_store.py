@@ -309,7 +309,7 @@ def test_what_is_not_ours_is_left_and_pauses_nothing(world: World, tmp_path: Pat
     assert outside.exists()
 
 
-def test_strays_beside_blocks_are_left_alone(world: World, tmp_path: Path) -> None:
+def test_other_files_beside_blocks_are_left_alone(world: World, tmp_path: Path) -> None:
     store = world.open()
     store.write(name_of(1), content(name_of(1)))
     folder = tmp_path / "blocks" / KEY.folder_name(NAMESPACE)
@@ -338,7 +338,7 @@ def test_a_block_cannot_be_read_and_is_ours(world: World) -> None:
     assert read(store, name_of(1)) in ((True,) if os.geteuid() == 0 else (StoreFailure.CORRUPT,))  # root reads anything
 
 
-def test_those_who_share_a_folder_know_it_by_the_same_name_and_no_others(tmp_path: Path) -> None:
+def test_hosts_that_share_a_folder_know_it_by_one_name(tmp_path: Path) -> None:
     """Whatever the hosts' names: two hosts may have the same name and the same path without sharing a disk."""
     with ThreadPoolExecutor(8) as threads:
         names = list(threads.map(folder_id, [tmp_path / "kv"] * 8))

@@ -17,7 +17,7 @@ from tandem.protocol.errors import ConfigError
 from tests.support.store_world import KEY, NAMESPACE, content, name_of
 
 
-def test_a_key_is_made_once_for_this_user_alone(tmp_path: Path) -> None:
+def test_a_key_is_created_once_for_this_user_only(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "kv-key"
     with ThreadPoolExecutor(8) as threads:  # as workers that start at once
         keys = list(threads.map(lambda _: load_key(path, may_make=True), range(32)))
@@ -54,7 +54,7 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["short", "empty", "folder", "pipe"])
-def test_what_is_no_key_is_refused(tmp_path: Path, kind: str) -> None:
+def test_what_is_not_a_key_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "key"
     if kind == "folder":
         path.mkdir()
@@ -66,7 +66,7 @@ def test_what_is_no_key_is_refused(tmp_path: Path, kind: str) -> None:
         load_key(path, may_make=True)
 
 
-def test_a_key_may_lie_behind_a_link(tmp_path: Path) -> None:
+def test_a_key_may_be_behind_a_link(tmp_path: Path) -> None:
     """Kubernetes mounts a Secret like this."""
     (tmp_path / "key").symlink_to("data")
     (tmp_path / "data").write_bytes(KEY.secret)

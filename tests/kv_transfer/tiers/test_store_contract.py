@@ -21,7 +21,7 @@ every_persistent_kind = pytest.mark.parametrize("world", PERSISTENT, indirect=Tr
 
 
 @every_kind
-def test_bytes_come_back_under_their_name_alone(world: World) -> None:
+def test_bytes_come_back_only_under_their_name(world: World) -> None:
     store = world.open()
     names = chain(1, 2, 3)
     assert [store.write(name, content(name)) for name in names[:2]] == [None, None]

@@ -476,10 +476,10 @@ def test_close_does_not_wait_for_a_thread_that_hangs() -> None:
 
 
 @pytest.mark.parametrize("buffer", [np.zeros(BLOCK_BYTES - 1, np.uint8), np.zeros(BLOCK_BYTES, np.int8)])
-def test_a_buffer_that_is_no_block_is_a_mistake_of_the_caller(buffer: Block) -> None:
+def test_a_buffer_that_is_not_a_block_is_the_callers_mistake(buffer: Block) -> None:
     tier = make_tier(ScriptedStore())
-    with pytest.raises(AssertionError, match="is no block"):
+    with pytest.raises(AssertionError, match="is not a block"):
         tier.store(*name_of(1), buffer)
-    with pytest.raises(AssertionError, match="is no block"):
+    with pytest.raises(AssertionError, match="is not a block"):
         tier.load(digests(1), [buffer])
     tier.close()

@@ -136,5 +136,5 @@ async def test_a_probe_answered_while_this_process_was_paused_counts(fake_a: Fak
     with closing(ProbeClient(fake_a.url, {}, None)) as client:
         asking = asyncio.create_task(client.get("/health", 0.3))
         await asyncio.sleep(0)
-        time.sleep(0.6)  # noqa: ASYNC251 - it is this event loop that stands still
+        time.sleep(0.6)  # noqa: ASYNC251 - this event loop itself must stall
         assert (await asking).status == 200

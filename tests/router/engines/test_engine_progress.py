@@ -98,7 +98,7 @@ def test_an_engine_that_says_that_it_runs_requests_must_count(is_of_each_step: b
     world = World()
     work = WorkDone(7.0, is_of_each_step)
     world.report(work, num_running=num_running)
-    assert not world.wait(100), "others' requests are no concern of ours"
+    assert not world.wait(100), "other clients' requests do not matter"
     world.progress.begin("waits for its first token", world.now)
     found = []
     for _ in range(40):

@@ -42,7 +42,7 @@ async def test_the_index_follows_the_engine(fake_a: FakeServer) -> None:
 
 
 async def test_a_cleared_cache_costs_only_its_own_blocks(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To follow a worker anew would take a pass over the blocks of all engines."""
+    """Following a worker again would take a pass over the blocks of all engines."""
     async with (
         publishing(fake_a, has_replay=False) as (publisher, spec),
         routing(spec, readers={"fake-model": PromptReader()}) as router,

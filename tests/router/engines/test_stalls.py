@@ -49,7 +49,7 @@ async def probed(fake: FakeServer, num_probes: int) -> None:
 
 
 async def begin(router: Router, engine: ScriptedEngine, *bodies: dict[str, Any]) -> list[asyncio.Task[httpx.Response]]:
-    """Send requests, all of whose streams then stand still."""
+    """Send requests, all of whose streams then stall."""
     num_streams = engine.num_standing + sum(bool(body.get("stream")) for body in bodies)
     tasks = [asyncio.create_task(ask(router, body)) for body in bodies]
     await eventually(lambda: engine.num_standing == num_streams)

@@ -205,7 +205,7 @@ async def test_without_a_length_the_end_of_the_connection_is_the_end() -> None:
         (CHUNKED + b"5\r\nhel", b"hel"),
         (CHUNKED + b"5\r\nhello\r\n", b"hello"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhello", b"hello"),
-        (b"this is no HTTP\r\n\r\n", b""),
+        (b"this is not HTTP\r\n\r\n", b""),
     ],
 )
 async def test_an_answer_that_ends_too_soon_is_an_error(wire: bytes, got: bytes) -> None:

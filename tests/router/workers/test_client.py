@@ -102,7 +102,7 @@ async def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
         assert state is not None
 
         def has_beaten() -> bool:
-            worker.beat(WorkerLoad(num_waiting=5))  # again and again: a subscription takes a moment to arrive
+            worker.beat(WorkerLoad(num_waiting=5))  # repeatedly: a subscription takes a moment to arrive
             return state.load.num_waiting == 5
 
         await eventually(has_beaten)
@@ -147,7 +147,7 @@ async def test_deltas_reach_the_request_they_belong_to() -> None:
         sub_requests = {name: send("d", make_generate(name), queue) for name, queue in queues.items()}
         worker = cluster.workers["d"]
         await eventually(lambda: len(worker.of_type(Generate)) == 2)
-        worker.send_raw(b"this is no message")
+        worker.send_raw(b"this is not a message")
         worker.output(SequenceDelta("b", 0, [2]), SequenceDelta("gone", 0, [9]), SequenceDelta("a", 0, [1]))
         for request_id, token_id in (("a", 1), ("b", 2)):
             (delta,) = await asyncio.wait_for(queues[request_id].take(), 5)
@@ -162,7 +162,7 @@ async def test_a_worker_speaks_in_its_own_name_only() -> None:
         worker = cluster.workers["d"]
         other = await cluster.add(FakeWorker("e", Role.DECODE, silent))
         worker.send(make_events(1, [b"a"], worker_id="e"))
-        worker.send_raw(b"this is no message")
+        worker.send_raw(b"this is not a message")
         worker.send(make_events(1, [b"b"]))
         await eventually(lambda: cluster.index.num_blocks("d") == 1)
         assert cluster.index.num_blocks("e") == 0

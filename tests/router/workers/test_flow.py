@@ -247,7 +247,7 @@ class FakeManager:
         return {"p": "", "d": "one lease is open"}
 
 
-async def test_whoever_runs_the_workers_changes_roles_and_checks() -> None:
+async def test_role_changes_and_checks_are_left_to_the_manager() -> None:
     async with fake_cluster(prefill=first_token, decode=remaining_tokens, manager=FakeManager()) as cluster:
         assert await cluster.flow.manager.set_role("p", Role.DECODE) == {"worker": "p", "to": "decode"}
         assert await cluster.flow.manager.check_integrity() == {"p": "", "d": "one lease is open"}

@@ -85,7 +85,7 @@ async def test_a_stream_goes_on_behind_the_tokens_that_the_client_has() -> None:
         assert moved["placement"]["candidates"][0]["decode_worker"] == "d2"
 
 
-async def test_a_request_without_tokens_begins_anew() -> None:
+async def test_a_request_without_tokens_starts_over() -> None:
     scores = PromptLogprobs(b"1234", b"", b"")
 
     def scored(worker: FakeWorker, message: Message) -> None:

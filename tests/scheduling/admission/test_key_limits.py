@@ -129,7 +129,7 @@ def test_a_refusal_by_one_limit_says_when_no_other_limit_refuses() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_client_that_waits_as_told_is_served_at_its_next_attempt(seed: int) -> None:
-    """It sends the same request again and again, whatever limits it meets."""
+    """It sends the same request repeatedly, whatever limits it meets."""
     rng = random.Random(seed)
     limits = KeyLimits(
         requests_per_minute=rng.choice([None, rng.randint(1, 60)]),

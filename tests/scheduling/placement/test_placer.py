@@ -141,7 +141,7 @@ def test_a_silent_worker_is_passed_over_while_another_one_can_serve() -> None:
     for worker_id in ("p", "d", "d2"):
         pool.registry.note_load(worker_id, WorkerLoad(), 1.0)
     assert pool.place(1024, digests=held).best.decode.worker_id == "d"
-    assert pool.registry.table is table, "built anew while heartbeats come and go"
+    assert pool.registry.table is table, "not rebuilt at each heartbeat"
     assert not table.has_silent
 
 
@@ -489,7 +489,7 @@ def test_a_prefill_worker_does_all_only_while_no_worker_decodes() -> None:
 
 
 def falling_back(num_prompt_tokens: int = 64, **fields: bool) -> PlacementRequest:
-    """A request as the router places it anew, or after it lost its worker."""
+    """A new request, or one that lost its worker."""
     return msgspec.structs.replace(make_request(num_prompt_tokens), may_fall_back=True, **fields)
 
 

@@ -108,7 +108,7 @@ def test_a_late_snapshot_in_parts_changes_nothing_and_is_not_awaited() -> None:
     assert (index.longest_prefix(chain("a", 3), now=0.0), len(index)) == ({"w0": 3}, 3)
 
 
-def test_parts_of_another_epoch_are_no_parts_of_this_snapshot() -> None:
+def test_parts_of_another_epoch_do_not_belong_to_this_snapshot() -> None:
     index = make_index("w0")
     first, second, last = parts_of(5, chain("a", 3))
     index.apply_snapshot(first)

@@ -40,7 +40,7 @@ def test_a_worker_that_has_joined_takes_answers_of_a_busy_one() -> None:
     ],
     ids=["busy", "no seat", "no memory", "starved", "prefill"],
 )
-def test_nothing_moves_to_a_worker_that_is_no_better(other: RegisteredWorker) -> None:
+def test_nothing_moves_to_a_worker_that_is_not_better(other: RegisteredWorker) -> None:
     assert find_hot_spot([worker_of("a", 8), other], CostModel()) is None
 
 

@@ -85,7 +85,7 @@ class Walker(NamedTuple):
 
 ENDINGS = [
     *("</think>", "\n</parameter>\n", "</parameter>\n", "</｜DSML｜parameter>\n", "</arg_value>", "<|end|>", '"')
-]  # which a random walk would hardly find
+]  # which a random walk would rarely find
 
 
 def walker(folder: Path, special_tokens: tuple[str, ...]) -> Walker:
@@ -323,7 +323,7 @@ def test_content_that_must_match_comes_behind_reasoning(plain: Walker, special: 
         assert not special.allows(harmony, text)
 
 
-def test_a_name_that_is_no_identifier_cannot_be_called_in_python(plain: Walker) -> None:
+def test_a_name_that_is_not_an_identifier_cannot_be_called_in_python(plain: Walker) -> None:
     with pytest.raises(ValueError, match="not an identifier"):
         plain.grammar("pythonic", tools={"get-weather": {}})
     plain.matcher(plain.grammar("pythonic", tools={"weather.get": {"properties": {"a": True, "b": False}}}))

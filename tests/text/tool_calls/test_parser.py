@@ -137,7 +137,7 @@ def test_text_without_calls_is_content_as_it_is_and_at_once(format: str) -> None
         (None, "<think>a</think> <tool_call>{}</tool_call>"),
     ],
 )
-def test_what_is_no_call_is_content(format: str | None, text: str) -> None:
+def test_what_is_not_a_call_is_content(format: str | None, text: str) -> None:
     assert parsed([text], format) == joined([Content(text)])
 
 

@@ -24,7 +24,7 @@ LITERALS = [
 
 
 def by_python(text: str) -> Any:
-    """What `f(a=<text>)` says that `a` is, as JSON; None if it is no literal that JSON has."""
+    """What `f(a=<text>)` says that `a` is, as JSON; None if it is not a literal of JSON."""
     try:
         call = ast.parse(f"f(a={text})", mode="eval").body
         assert isinstance(call, ast.Call)

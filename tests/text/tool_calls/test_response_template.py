@@ -64,7 +64,7 @@ def test_an_answer_is_split_as_the_template_says() -> None:
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
     ],
 )
-def test_what_is_no_call_is_content(text: str) -> None:
+def test_what_is_not_a_call_is_content(text: str) -> None:
     assert split([text]) == split(text) == joined([Content(text)])
 
 

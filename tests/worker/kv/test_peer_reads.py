@@ -610,7 +610,7 @@ class World:
 
 @pytest.fixture
 def still_world() -> World:
-    """Its time stands still, and the holder has the chain."""
+    """Its clock does not move, and the holder has the chain."""
     world = World(random.Random(0))
     world.pass_time = lambda: None  # type: ignore[method-assign]
     world.fill()

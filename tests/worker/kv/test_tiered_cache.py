@@ -39,7 +39,7 @@ NUM_BLOCKS = 40
 class Machine:
     """An engine and its tiers, stepped by hand.
 
-    Unless it `learns`, the cost model is not told of the steps: it goes on believing in a model of 135 M parameters, at
+    Unless it `learns`, the cost model does not learn from steps: it keeps assuming a model of 135 M parameters, at
     a ms per token, where the tiny one computes faster than most tiers load.
     """
 
