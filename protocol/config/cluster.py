@@ -54,11 +54,11 @@ class ClusterConfig:
     ] = True
     min_workers: Annotated[
         NumWorkers,
-        Setting("Workers down to which the autoscaler removes, two or more; 0 = it only advises removals.", WORKERS),
+        Setting("Fewest workers that the autoscaler may leave, two or more; 0 = it only suggests removals.", WORKERS),
     ] = 0
     max_workers: Annotated[
         NumWorkers,
-        Setting("Workers up to which the autoscaler adds; 0 = it only advises additions.", WORKERS),
+        Setting("Most workers that the autoscaler may start; 0 = it only suggests additions.", WORKERS),
     ] = 0
     num_gpus_per_worker: Annotated[
         UnitsPerWorker,

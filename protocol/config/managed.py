@@ -48,7 +48,7 @@ class ManagedEngineConfig:
             MANAGED,
             metavar="FLAGS",
             is_valid=_is_command_line,
-            rule="a command line; a quotation mark in it is not closed",
+            rule="a command line whose quotation marks are closed",
         ),
     ] = ""
     engine_log_folder: Annotated[

@@ -50,11 +50,12 @@ class RouterConfig:
     cors_allow_origins: Annotated[
         tuple[str, ...],
         Setting(
-            "Web origin whose pages may call, such as http://localhost:3000; repeat the flag for several; * = all.",
+            "Web origin whose pages may call the server, such as http://localhost:3000; repeat the flag for several; "
+            "* = all.",
             HTTP,
             metavar="ORIGIN",
             is_valid=_is_origin,
-            rule="a web origin such as http://localhost:3000, with nothing behind the port, or * for any",
+            rule="a web origin such as http://localhost:3000, with nothing after the port, or * for any",
         ),
     ] = ()
     allowed_hosts: Annotated[
@@ -106,7 +107,7 @@ class RouterConfig:
     ] = False
     vllm_metric_names: Annotated[
         bool,
-        Setting("Export metrics under the names that vLLM has for them too (docs/metrics.md).", HTTP),
+        Setting("Export metrics under vLLM's names too (docs/metrics.md).", HTTP),
     ] = False
     router_processes: Annotated[
         int,
@@ -173,8 +174,8 @@ class RouterConfig:
     keep_alive_timeout_s: Annotated[
         Seconds,
         Setting(
-            "Seconds that an idle connection is kept; more than a proxy in front keeps its own, so that no request "
-            "meets a connection that ends.",
+            "Seconds that an idle connection is kept; set it above the proxy's own, so that no request "
+            "arrives on a closing connection.",
             LIMITS,
         ),
     ] = 120.0
@@ -196,7 +197,7 @@ class RouterConfig:
     max_moves: Annotated[
         int,
         Meta(ge=0, le=100),
-        Setting("Times that a request goes on with other workers or engines after one died; 0 = it ends.", LIMITS),
+        Setting("Times that a request moves to another worker or engine after one died; 0 = it fails instead.", LIMITS),
     ] = 3
     copy_kv_tokens: Annotated[
         CountOrZero,
@@ -221,7 +222,7 @@ class RouterConfig:
     shutdown_grace_s: Annotated[
         float,
         Meta(ge=0, le=DAY_S),
-        Setting("Seconds after that in which running answers may finish, once SIGTERM has come.", LIMITS),
+        Setting("Seconds after that delay in which running answers may finish.", LIMITS),
     ] = 25.0
     # The rest have no flags.
     header_timeout_s: float = 10.0  # for a client to send a header
@@ -243,7 +244,7 @@ class RouterFiles:
     api_key_file: Annotated[
         str,
         Setting(
-            "File of API keys, which `tandem keys` makes; changes take effect while the server runs "
+            "File of API keys, made with `tandem keys`; changes take effect while the server runs "
             "(docs/api_keys.md). Empty = no authentication.",
             HTTP,
             metavar="FILE",

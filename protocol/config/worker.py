@@ -160,7 +160,7 @@ class EngineConfig:
         str,
         Setting(
             "Draft next tokens from existing text, and check many in one step, on CPUs; answers stay the "
-            "same. auto = where it pays, by what is measured; off = none; a number = always up to this many tokens.",
+            "same. auto = where measurements show that it pays; off = none; a number = always up to this many tokens.",
             ENGINE,
             is_valid=_is_speculation,
             rule="auto, off, or a number of tokens from 1 to 64",
@@ -184,7 +184,7 @@ class TransferConfig:
     transport: Annotated[
         Literal["nixl", "nccl", "in_process"],
         Setting(
-            "Library that moves KV; nccl is gloo on CPUs.",
+            "Library that moves KV; nccl uses gloo on CPUs.",
             TRANSFER,
             flag_type=Literal["nixl", "nccl"],  # in_process does not reach the worker processes that `serve` starts
         ),
@@ -256,7 +256,7 @@ class TierConfig:
         str,
         Setting(
             "File with the secret that proves who wrote a block to disk or object store; all hosts that share a store "
-            "need the same. Empty = kv-key in the model cache, made at the first start.",
+            "need the same. Empty = kv-key in the model cache, created at the first start.",
             TIERS,
             metavar="FILE",
         ),
@@ -265,7 +265,7 @@ class TierConfig:
         Literal["off", "on"],
         Setting(
             "Encrypt KV on disk and in the object store, with keys made from the secret of kv_key_file. Blocks that "
-            "were stored without it are not found, and the other way round.",
+            "were stored without it are not found, and vice versa.",
             TIERS,
         ),
     ] = "off"

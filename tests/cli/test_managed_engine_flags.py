@@ -16,7 +16,7 @@ from tandem.cli.main import run
         (["--engine=vllm", "--engine-start-timeout-s=9"], "No such option: --engine-start-timeout-s"),
         (["--engine=vllm", "--engine-args=--port 1"], "engine_args: --port is set by Tandem for each vLLM server"),
         (["--engine=vllm", "--engine-args=-tp two"], "engine_args: -tp two must be a whole number from 1 to 4096"),
-        (["--engine=vllm", "--engine-args='"], "must be a command line; a quotation mark in it is not closed"),
+        (["--engine=vllm", "--engine-args='"], "must be a command line whose quotation marks are closed"),
         (["--engine=vllm", "--engine-python=/nowhere/python"], "engine_python='/nowhere/python' is not a file"),
         (["--engine=vllm"], f"engine_kind='vllm', but {sys.executable} has no module vllm: install it there, or name"),
         (["--engine=vllm", "--worker-stall-timeout-s=9"], f"but {sys.executable} has no module vllm"),

@@ -70,12 +70,16 @@ def test_any_sequence_of_calls_keeps_the_forest(name: str, seed: int) -> None:
     rng = random.Random(seed)
     policy, model = POLICIES[name](30), Model()
     tree = {key: rng.randrange(key) if key and rng.random() < 0.9 else None for key in range(200)}
-    for _ in range(3000):
+    num_stuck = 0
+    for step in range(3000):
         key = rng.choice(list(tree))
         action = rng.random()
         if key not in model.parent_of:
             policy.add(key, tree[key])
             model.parent_of[key] = tree[key]
+            if step // 500 % 2:  # a time in which new keys are in use, until there are only pinned ones
+                policy.pin(key)
+                model.pins[key] += 1
         elif action < 0.5:
             policy.touch(key)
         elif action < 0.6:
@@ -91,6 +95,7 @@ def test_any_sequence_of_calls_keeps_the_forest(name: str, seed: int) -> None:
             victim = policy.victim()
             assert victim == policy.victim(), "asking changes the answer"
             if victim is None:
+                num_stuck += 1
                 assert not model.evictable()
                 break
             assert victim in model.evictable()
@@ -98,6 +103,7 @@ def test_any_sequence_of_calls_keeps_the_forest(name: str, seed: int) -> None:
             del model.parent_of[victim]
         assert set(policy) == set(model.parent_of)
         policy.check_integrity()
+    assert num_stuck > 0
     for key, count in model.pins.items():
         for _ in range(count):
             policy.unpin(key)

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import DeadlineUnmet, NoWorker, Overloaded, ServingError, ShuttingDown
-from tandem.protocol.messages import Generate, Message, Role, SequenceDelta, StepStats
+from tandem.protocol.messages import FinishReason, Generate, Message, Role, SequenceDelta, StepStats
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.backend import GenerateRequest
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
@@ -28,6 +28,7 @@ from tests.support.fake_worker import (
     remaining_tokens,
     silent,
 )
+from tests.support.streams import Pulled
 from tests.support.waiting import eventually
 
 NUM_TOKENS = 2000  # more than a worker may have before another prompt is held back
@@ -137,10 +138,15 @@ async def test_a_deadline_is_refused_at_once_or_when_it_is_sure_to_be_missed() -
 
 
 async def test_the_decision_comes_with_the_first_token_and_is_kept() -> None:
-    async with fake_cluster(prefill=silent, decode=remaining_tokens, local_prefill=True) as cluster:
-        deltas = await collect(cluster, replace(make_request(num_prompt_tokens=4), explains=True))
-        decision, *rest = [delta.decision for delta in deltas]
-        assert not any(rest)
+    async with fake_cluster(prefill=silent, decode=silent, local_prefill=True) as cluster:
+        worker, request = cluster.workers["d"], replace(make_request(num_prompt_tokens=4), explains=True)
+        deltas = Pulled(cluster.flow.serve(request))
+        begun = asyncio.ensure_future(anext(deltas))
+        await eventually(lambda: worker.of_type(Generate))
+        worker.output(SequenceDelta(request.request_id, 0, [100]))
+        decision = (await begun).decision
+        worker.output(SequenceDelta(request.request_id, 1, [101, 102, 103], FinishReason.LENGTH))
+        assert [delta.decision async for delta in deltas] == [None]
         assert decision is not None
         assert (decision["outcome"], decision["tenant"], decision["queue"]["place"]) == ("dispatched", "default", 0)
         assert decision["actual_ttft_s"] > 0

@@ -100,10 +100,11 @@ def test_late_failures_of_old_requests_prolong_nothing() -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["wait", "begin", "succeed", "fail", "absent", "abandon"]),
+        st.sampled_from(["wait", "begin", "begin", "begin", "succeed", "fail", "fail", "absent", "abandon"]),
         st.integers(0, 128).map(lambda n: n / 64),  # seconds that add up without rounding
         st.integers(0, 100),
     ),
+    min_size=20,
     max_size=80,
 )
 

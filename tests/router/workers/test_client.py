@@ -201,7 +201,7 @@ async def test_workers_are_introduced_to_each_other() -> None:
     async with fake_cluster() as cluster:
         one = await cluster.add(FakeWorker("one", Role.DECODE))
         two = await cluster.add(FakeWorker("two", Role.DECODE))
-        await eventually(lambda: all(worker.of_type(SnapshotRequest) for worker in (one, two)))
+        await eventually(lambda: len(one.of_type(Introduce) + two.of_type(Introduce)) == 3)
         assert one.of_type(Introduce) == [Introduce(peers=[]), Introduce(peers=[two.address])]
         assert two.of_type(Introduce) == [Introduce(peers=[one.address])]
 
