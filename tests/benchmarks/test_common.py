@@ -49,7 +49,7 @@ def test_nothing_a_server_started_is_left(how: str, monkeypatch: pytest.MonkeyPa
     assert [process for process in started if process.is_running()] == []
 
 
-def test_a_server_that_ends_early_is_told_with_its_log(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_ends_early_is_reported_with_its_log(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", "print('no such flag'); raise SystemExit(3)"]
     with pytest.raises(RuntimeError, match="code 3 before it was ready"), launched(command, ready="http://127.0.0.1:9"):
         pass
@@ -68,7 +68,7 @@ def test_a_result_says_what_it_takes_to_repeat_it(tmp_path: Path, monkeypatch: p
     assert {"date", "commit", "machine", "version"} <= report.keys()
 
 
-def test_a_ratio_to_nothing_is_no_number() -> None:
+def test_a_ratio_to_nothing_is_not_a_number() -> None:
     assert ratio(3.0, 2.0) == 1.5
     assert math.isnan(ratio(3.0, 0.0))
 

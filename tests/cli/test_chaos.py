@@ -49,7 +49,7 @@ def test_a_signal_ends_the_server_too(number: signal.Signals, tmp_path: Path, mo
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_server_that_does_not_start_is_told_in_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_start_is_reported_in_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = server(tmp_path, "echo no such flag: $*; exit 2", monkeypatch)
     with (
         pytest.raises(ConfigError, match=r"^tandem serve did not start: no such flag: -m tandem serve --port 0 --odd$"),

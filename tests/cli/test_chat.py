@@ -42,7 +42,7 @@ def test_piped_lines_are_turns(
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_reasoning_is_shown_and_is_no_part_of_the_answer(server: FakeServer, name: str) -> None:
+def test_reasoning_is_shown_and_is_not_part_of_the_answer(server: FakeServer, name: str) -> None:
     server.extra = {name: "hm "}
     with httpx.Client(base_url=server.url) as client:
         conversation = Conversation(client, "m", options={"max_tokens": 1})

@@ -137,7 +137,7 @@ def test_the_line_is_short_and_shows_no_raw_characters(tmp_path: Path, capsys: p
     assert len(error) < 2000
 
 
-def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path, model: Path, launched: list[ClusterConfig]) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_file(tmp_path: Path, model: Path, launched: list[ClusterConfig]) -> None:
     path = write(tmp_path, f'\ufeffmodel = "{model}"\nport = 0\n')
     assert run(["serve", "--config", path]) == 7
     assert launched

@@ -152,7 +152,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert (captured.out, launched) == ("", [])
 
 
-def test_a_busy_port_is_told_first(
+def test_a_busy_port_is_reported_first(
     model: Path, capsys: pytest.CaptureFixture[str], launched: list[ClusterConfig]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -208,7 +208,7 @@ def test_a_name_like_markup_is_shown(
     assert launched[0].engine.served_model_name == "[red]toy"
 
 
-def test_ctrl_c_while_the_command_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_the_command_is_imported_is_not_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         """Stands for the import of the command, in which the user presses Ctrl-C."""
 

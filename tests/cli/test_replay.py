@@ -71,7 +71,7 @@ def test_wrong_flags_are_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_file_that_is_no_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("{}\n")
     assert run(["replay", str(path)]) == 2

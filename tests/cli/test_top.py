@@ -174,7 +174,7 @@ def test_once_prints_one_screen(answers: list[Any], capsys: pytest.CaptureFixtur
         ),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(
+def test_what_is_wrong_is_reported_in_one_line(
     answers: list[Any], capsys: pytest.CaptureFixture[str], response: httpx.Response, message: str
 ) -> None:
     answers.append(response)

@@ -149,7 +149,7 @@ async def test_one_that_loads_when_it_is_withdrawn_goes_for_good(
         assert arrival["withdrawn"] == "a move was given up: late"
 
 
-async def test_a_fixed_role_is_told_and_the_other_flips(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+async def test_a_fixed_role_is_reported_and_the_other_flips(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=3, **TICKS) as cluster:
         cluster.supervisor.members["decode-1"].fixed_role = "its server cannot"
         script.move(Move("flip", Role.PREFILL, ("decode-1", "decode-2")))

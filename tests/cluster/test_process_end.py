@@ -54,7 +54,7 @@ def test_a_process_of_another_machine_is_neither_killed_nor_called_gone(child: s
     assert psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_without_proof_it_is_asked_again_and_again() -> None:
+def test_without_proof_it_is_asked_repeatedly() -> None:
     asked: list[int] = []
 
     async def end(identity: ProcessIdentity) -> bool:

@@ -30,7 +30,7 @@ from tests.support.processes import known, sleeping_child
 from tests.support.waiting import eventually
 
 
-def test_a_ray_address_where_nothing_listens_is_told_at_once() -> None:
+def test_a_ray_address_where_nothing_listens_is_reported_at_once() -> None:
     address = dead_url().removeprefix("http://")
     for text in (address, f"ray://{address}", "127.0.0.1:99999"):
         with pytest.raises(ConfigError, match=f"ray_address='{text}' cannot be reached"):
@@ -211,7 +211,7 @@ def test_a_ray_that_hangs_at_the_end_is_left_with_the_right_exit_code(
 
 
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_the_death_of_a_daemon_of_ray_is_told_once(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_the_death_of_a_daemon_of_ray_is_reported_once(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     deaths: list[WorkerError] = []
 
     async def run(process: subprocess.Popen[bytes]) -> None:

@@ -86,7 +86,7 @@ async def test_a_worker_whose_role_is_fixed_is_never_flipped() -> None:
     assert [member.role for member in members] == [Role.PREFILL] * 2 + [Role.DECODE] * 2
 
 
-async def test_a_flip_of_a_worker_that_dies_is_told_in_one_line() -> None:
+async def test_a_flip_of_a_worker_that_dies_is_reported_in_one_line() -> None:
     class Dying(FakeMember):
         async def switch_role(self, role: Role, reason: str) -> Requests:
             raise RayActorError(

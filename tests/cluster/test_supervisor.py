@@ -375,7 +375,7 @@ async def test_end_of_a_flip_gives_no_work_to_a_worker_to_be_replaced(monkeypatc
         assert role_and_state(cluster, "prefill-0") == (Role.DECODE, WorkerState.DRAINING)
 
 
-async def test_flip_not_drained_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_flip_not_drained_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("tandem.cluster.member._DRAIN_TIMEOUT_S", 0.0)
     async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
         cluster.ray.latest("prefill-0").status_ = SimpleNamespace(request_ids=frozenset({"r"}))

@@ -22,7 +22,9 @@ def one_error_line(output: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_pool_over_the_memory_is_told_by_the_worker_that_cannot_build_it(text_model: Path, tmp_path: Path) -> None:
+def test_a_pool_over_the_memory_is_reported_by_the_worker_that_cannot_build_it(
+    text_model: Path, tmp_path: Path
+) -> None:
     num_bytes = psutil.virtual_memory().total - 500_000_000  # enough for the check before the start, not beside Ray
     with started(text_model, tmp_path, "--colocated", "--pool-bytes", str(num_bytes)) as server:
         until(lambda: server.children() and server.process.poll() is not None, START_S, lambda: server.output)
@@ -32,7 +34,9 @@ def test_a_pool_over_the_memory_is_told_by_the_worker_that_cannot_build_it(text_
         assert "Error" not in line
 
 
-def test_a_missing_folder_for_temporary_files_is_told_before_anything_starts(text_model: Path, tmp_path: Path) -> None:
+def test_a_missing_folder_for_temporary_files_is_reported_before_anything_starts(
+    text_model: Path, tmp_path: Path
+) -> None:
     missing = tmp_path / "missing"
     with started(text_model, tmp_path, env={"TMPDIR": str(missing)}) as server:
         assert server.wait_ended() == 2

@@ -120,7 +120,7 @@ def a_node_dies_and_comes_back(server: Server, nodes: list[RayNode], model: Path
     assert "did not start" not in server.output, "a node's death is one death of its worker"
 
 
-def test_a_folder_that_a_node_lacks_is_told_with_the_node(
+def test_a_folder_that_a_node_lacks_is_reported_with_the_node(
     nodes: list[RayNode], text_model: Path, tmp_path: Path
 ) -> None:
     for node in nodes[:2]:

@@ -238,7 +238,7 @@ def test_impatience_reads_early_or_overwrites(who: str, build_engine: BuildEngin
 
 
 @pytest.mark.parametrize(("phase", "max_tokens", "num_steps"), [(Phase.WHOLE, 3, 3), (Phase.PREFILL_ONLY, 3, 1)])
-def test_no_step_behind_a_known_end(phase: Phase, max_tokens: int, num_steps: int, build_engine: BuildEngine) -> None:
+def test_no_step_after_a_known_end(phase: Phase, max_tokens: int, num_steps: int, build_engine: BuildEngine) -> None:
     engine = build_engine()
     LateDevice(engine, 0, share_wrong=0.0)
     sequence = engine.make_sequence("r", [5, 6, 7], make_sampling(max_tokens=max_tokens), phase=phase)

@@ -54,7 +54,7 @@ def test_tpot_counts_tokens_after_the_first_event() -> None:
     ("fault", "value", "told"),
     [("break_after", 2, "without [DONE]"), ("status", 503, 'HTTP 503: {"error":{"message":"not')],
 )
-def test_what_goes_wrong_is_told(server: FakeServer, fault: str, value: int, told: str) -> None:
+def test_what_goes_wrong_is_reported(server: FakeServer, fault: str, value: int, told: str) -> None:
     setattr(server, fault, value)
     assert told in complete(server).error
 

@@ -248,7 +248,7 @@ def test_an_address_that_is_none_harms_nobody(pair: tuple[Side, Side], change: d
     assert a.dropped.counts["undelivered"] == 1
 
 
-def test_a_frame_too_many_or_too_few_is_no_message(pair: tuple[Side, Side], call: Callable[..., Caller]) -> None:
+def test_a_frame_too_many_or_too_few_is_not_a_message(pair: tuple[Side, Side], call: Callable[..., Caller]) -> None:
     worker, _ = pair
     router = call(worker.address).messages
     router.send_multipart([b"x", encode_message(Cancel(request_id="last frame counts"))])
@@ -280,6 +280,6 @@ def test_sockets_at_an_address_of_ipv6_work_alike() -> None:
         check_both_ways(a, b)
 
 
-def test_a_folder_whose_name_is_too_long_is_told() -> None:
+def test_a_folder_whose_name_is_too_long_is_reported() -> None:
     with pytest.raises(ConfigError, match="too long for a Unix socket"):
         socket_endpoint("/tmp/" + "x" * 100, "127.0.0.1", "decode-0")

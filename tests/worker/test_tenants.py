@@ -246,7 +246,7 @@ async def test_any_salt_may_be_asked_for_in_a_list_of_pins(text_model: Path, que
         assert await server.pins("sk-a", query) == []
 
 
-async def test_half_a_character_is_no_salt(text_model: Path) -> None:
+async def test_half_a_character_is_not_a_salt(text_model: Path) -> None:
     async with serving(text_model) as server:
         for path, body in (
             ("/v1/completions", b'{"prompt": "a", "cache_salt": "\\ud800"}'),

@@ -84,7 +84,7 @@ def test_a_server_that_ignores_sigterm_is_ended_by_force(tmp_path: Path, monkeyp
 
 
 @pytest.mark.cluster
-def test_the_end_of_a_server_is_told_and_its_children_go_with_it(tmp_path: Path) -> None:
+def test_the_end_of_a_server_is_reported_and_its_children_go_with_it(tmp_path: Path) -> None:
     with running(server(tmp_path)) as (actor, _, processes):
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(actor.watch)
@@ -93,7 +93,7 @@ def test_the_end_of_a_server_is_told_and_its_children_go_with_it(tmp_path: Path)
         assert_gone(processes)
 
 
-def test_a_server_that_cannot_start_is_told_by_its_error(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_is_reported_by_its_error(tmp_path: Path) -> None:
     line = "(APIServer pid=1) ValueError: the model is too large"
     end = failed_start(server(tmp_path, f"--fake-error={line}"))
     assert end.reason == "vllm ended with code 3: ValueError: the model is too large"
@@ -109,7 +109,7 @@ def test_a_python_that_cannot_run_the_engine_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_the_way", ["logs", "logs/decode-0.log"])
-def test_a_log_that_cannot_be_written_is_told_before_the_server_is_started(tmp_path: Path, in_the_way: str) -> None:
+def test_a_log_that_cannot_be_written_is_reported_before_the_server_is_started(tmp_path: Path, in_the_way: str) -> None:
     if in_the_way == "logs":
         (tmp_path / in_the_way).touch()
     else:

@@ -195,7 +195,7 @@ async def test_a_server_that_did_not_start_says_why_and_shows_its_last_lines(
         assert here.fleet.engines == []
 
 
-async def test_the_end_of_a_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_a_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async with placed(monkeypatch) as here:
         await here.start()
         ended = asyncio.create_task(here.member.ended(lambda: None))

@@ -146,7 +146,7 @@ def test_a_server_with_or_without_a_peer_starts(tmp_path: Path, role: Role, mode
     assert f"serving toy in mode {mode}" in (tmp_path / "logs" / "prefill-0.log").read_text()
 
 
-def test_a_server_that_ends_itself_by_force_is_told_by_its_error(tmp_path: Path) -> None:
+def test_a_server_that_ends_itself_by_force_is_reported_by_its_error(tmp_path: Path) -> None:
     arguments = ("--fake-error=AssertionError: Torch not compiled with CUDA enabled",)
     end = EngineActor(replace(SERVER, python=str(engine_python(tmp_path, "fake_sglang")), arguments=arguments)).start()
     assert isinstance(end, EngineEnd)
@@ -199,7 +199,7 @@ async def test_a_server_that_will_decode_is_told_the_size_of_the_graphs() -> Non
         (500, {"what": "ever"}, RoleIsLost, "failed to become"),
     ],
 )
-async def test_a_refusal_is_no_failure(
+async def test_a_refusal_is_not_a_failure(
     status: int, content: dict[str, Any], error: type[Exception], reason: str
 ) -> None:
     with switching((status, content)) as fake:

@@ -93,7 +93,7 @@ async def test_closing_ends_what_waits_for_the_client() -> None:
     assert server.sent == []
 
 
-async def test_the_end_comes_behind_what_waits() -> None:
+async def test_the_end_comes_after_what_waits() -> None:
     server = Server()
     server.room.clear()
     assert not server.writer.write(b"one")

@@ -77,7 +77,7 @@ async def test_max_tokens_0_scores_each_prompt_once(backend: FakeBackend, client
         assert streamed == {name: choice[name] for name in ("text", "logprobs", "finish_reason")}
 
 
-async def test_a_token_that_ends_the_answer_is_scored_behind_a_scored_prompt(tokenizer: Tokenizer) -> None:
+async def test_a_token_that_ends_the_answer_is_scored_after_a_scored_prompt(tokenizer: Tokenizer) -> None:
     """lm-eval asks for one token and drops the last score, whichever token was generated."""
     async with closing(FakeBackend(tokenizer, "")) as client:
         body = {"prompt": [104, 105], "echo": True, "logprobs": 1, "max_tokens": 1}

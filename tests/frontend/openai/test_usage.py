@@ -107,7 +107,7 @@ async def test_reasoning_in_harmony_is_the_channel_analysis(tokenizer: Tokenizer
 @pytest.mark.parametrize(
     ("stop", "reply"), [("world", "hello world and more"), ("re", "hello world and more"), ("lo w", "hello world")]
 )
-async def test_tokens_behind_a_stop_string_do_not_count(tokenizer: Tokenizer, run: int, stop: str, reply: str) -> None:
+async def test_tokens_after_a_stop_string_do_not_count(tokenizer: Tokenizer, run: int, stop: str, reply: str) -> None:
     body = {"prompt": "hi", "stop": stop}
     expected = await usage_of(FakeBackend(tokenizer, reply), "/v1/completions", body)
     assert expected["completion_tokens"] == len(tokenizer.encode(reply[: reply.index(stop) + len(stop)])) - 1

@@ -144,7 +144,7 @@ def joint_of(shown: str, *, held: int = 0, output: list[int] | None = None) -> A
     return asyncio.run(find_joint(PROMPT_IDS, script.ids if output is None else output, shown, held, decoder(script)))
 
 
-def test_the_joint_is_behind_the_last_whole_character() -> None:
+def test_the_joint_is_after_the_last_whole_character() -> None:
     script = Script([b"ab", b"c", "é".encode()[:1], "é".encode()[1:]])
     assert (joint_of("abcé").num_kept, joint_of("abc", output=script.ids[:3]).num_kept) == (4, 2)
     assert joint_of("ab", held=1, output=script.ids[:3]).pending == "c"

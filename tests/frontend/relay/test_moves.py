@@ -73,7 +73,7 @@ async def ask(router: Router, body: dict[str, Any], **headers: str) -> httpx.Res
 
 @pytest.mark.parametrize("how", ["reset", "end", "error"])
 @pytest.mark.parametrize("body", [CHAT_BODY, COMPLETION_BODY], ids=["chat", "completion"])
-async def test_a_stream_goes_on_behind_each_event(
+async def test_a_stream_goes_on_after_each_event(
     fake_a: FakeServer, fake_b: FakeServer, how: str, body: dict[str, Any]
 ) -> None:
     breaks = scripts_on(fake_a, fake_b, how=how)

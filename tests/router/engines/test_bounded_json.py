@@ -84,7 +84,7 @@ def test_the_last_event_of_a_large_response_has_its_usage() -> None:
     [b'{"a":[' + b"[]," * 40_000, b"[" + b"[]," * 40_000 + b"0]", b'{"a":' * 40_000 + b"0" + b"}" * 40_000],
     ids=["no end", "no object", "deep"],
 )
-def test_large_texts_that_are_no_object_are_no_json(text: bytes) -> None:
+def test_large_texts_that_are_not_objects_are_not_json(text: bytes) -> None:
     with pytest.raises(NotJson):
         loads(text)
 

@@ -107,7 +107,7 @@ def test_an_engine_that_says_that_it_runs_requests_must_count(is_of_each_step: b
     assert len(found) == (is_of_each_step and num_running)
 
 
-def test_requests_of_others_are_no_sign_once_ours_have_ended() -> None:
+def test_requests_of_others_do_not_count_once_ours_have_ended() -> None:
     world = World()
     world.progress.begin("waits for its first token", world.now)
     world.report(WorkDone(7.0, is_of_each_step=True))

@@ -361,7 +361,7 @@ async def test_a_replay_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "frames", [[b"kv", b"", b"x"], [b"kv", b"\xff" * 8, b"x"], [b"kv", b"1" * 100_000, b"x"], [b"kv"], [b""] * 1000]
 )
-async def test_frames_that_are_no_message_do_not_end_the_feed(frames: list[bytes]) -> None:
+async def test_frames_that_are_not_messages_do_not_end_the_feed(frames: list[bytes]) -> None:
     async with feeding() as (publisher, feed, heard):
         await publisher.publish_until(lambda: feed._last_published >= 0)
         await publisher._pub.send_multipart(frames)

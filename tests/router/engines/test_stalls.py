@@ -99,7 +99,7 @@ async def test_requests_of_a_stalled_engine_go_on_elsewhere(fake_a: FakeServer, 
 @pytest.mark.parametrize(
     "filler", [b": keep-alive\n\n", b"x", b"data: {}\n\n"], ids=["comments", "parts of an event", "empty events"]
 )
-async def test_bytes_that_are_no_tokens_show_no_step(fake_a: FakeServer, fake_b: FakeServer, filler: bytes) -> None:
+async def test_bytes_that_are_not_tokens_show_no_step(fake_a: FakeServer, fake_b: FakeServer, filler: bytes) -> None:
     one = script_on(fake_a, SCRIPT, hung_at=4, filler=filler)
     script_on(fake_b, SCRIPT)
     async with routing(spec_of(fake_a, "a"), engine_stall_s=STALL_S) as router:
@@ -111,7 +111,7 @@ async def test_bytes_that_are_no_tokens_show_no_step(fake_a: FakeServer, fake_b:
 
 
 @pytest.mark.parametrize(("hung_at", "stall_s"), [(1, 0.2), (5, 0.0)], ids=["only the role", "the rule is off"])
-async def test_a_long_first_token_is_no_stall(fake_a: FakeServer, hung_at: int, stall_s: float) -> None:
+async def test_a_long_first_token_is_not_a_stall(fake_a: FakeServer, hung_at: int, stall_s: float) -> None:
     engine = script_on(fake_a, SCRIPT, hung_at=hung_at)
     async with routing(spec_of(fake_a, "a"), engine_stall_s=stall_s) as router:
         (answer,) = await begin(router, engine, CHAT_BODY)
@@ -230,7 +230,7 @@ async def test_the_streams_of_all_frontends_count(fake_a: FakeServer, fake_b: Fa
 
 
 @pytest.mark.parametrize("is_remote", [False, True], ids=["alone", "frontend process"])
-async def test_a_client_that_takes_nothing_is_no_stall(fake_a: FakeServer, tmp_path: Path, is_remote: bool) -> None:
+async def test_a_client_that_takes_nothing_is_not_a_stall(fake_a: FakeServer, tmp_path: Path, is_remote: bool) -> None:
     script_on(fake_a, LONG, delay_s=0.005)
 
     async def check(router: Router) -> None:

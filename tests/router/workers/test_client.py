@@ -207,7 +207,7 @@ async def test_workers_are_introduced_to_each_other() -> None:
 
 
 @pytest.mark.parametrize("change", [{"public_key": ""}, {"endpoint": "nowhere"}], ids=str)
-async def test_an_address_that_is_none_is_told(change: dict[str, str]) -> None:
+async def test_an_address_that_is_none_is_reported(change: dict[str, str]) -> None:
     async with fake_cluster() as cluster:
         address = PeerAddress("n", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", make_keys().public)
         with pytest.raises(WorkerError, match="cannot be connected to"):

@@ -67,7 +67,7 @@ def resumed(worker: FakeWorker) -> list[Message]:
     return [one for one in worker.of_type(Decode) + worker.of_type(Generate) if one.output_ids]  # type: ignore[attr-defined]
 
 
-async def test_a_stream_goes_on_behind_the_tokens_that_the_client_has() -> None:
+async def test_a_stream_goes_on_after_the_tokens_that_the_client_has() -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         stream = await begun(cluster, max_tokens=6)
         second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
@@ -484,7 +484,7 @@ async def test_an_operator_moves_answers() -> None:
 
 
 @pytest.mark.parametrize("end", ["confirmed", "late", "death", "last token"])
-async def test_an_answer_goes_on_behind_the_step_that_its_worker_is_in(end: str) -> None:
+async def test_an_answer_goes_on_after_the_step_that_its_worker_is_in(end: str) -> None:
     """That step's token need not be computed again, unless the step is a long one."""
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         first = cluster.workers["d"]

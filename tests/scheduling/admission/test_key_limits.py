@@ -154,7 +154,7 @@ def test_a_client_that_waits_as_told_is_served_at_its_next_attempt(seed: int) ->
         limiter.end(usage, num_prompt, num_output, now)
 
 
-def test_a_late_request_is_not_asked_for_again_and_again() -> None:
+def test_a_late_request_is_not_asked_for_repeatedly() -> None:
     limiter, limits = KeyLimiter(), KeyLimits(concurrent_requests=3)
     for _ in range(3):
         limiter.begin(KEY, limits, 0.0)

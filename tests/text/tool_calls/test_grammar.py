@@ -294,7 +294,7 @@ def test_an_unwritable_schema_is_refused(plain: Walker, format: str, schema: dic
 MARKERS = {"llama3_json": "<|python_tag|>", "pythonic": "<|python_start|>"}
 
 
-def test_content_that_must_match_comes_behind_reasoning(plain: Walker, special: Walker) -> None:
+def test_content_that_must_match_comes_after_reasoning(plain: Walker, special: Walker) -> None:
     wanted = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
     contents = {
         '{"a": 1}': llguidance.LLMatcher.grammar_from_json_schema(json.dumps(wanted)),

@@ -62,7 +62,7 @@ class WalkingBackend(FakeBackend):
 @pytest.mark.parametrize("is_special", [False, True], ids=["text", "special"])
 @pytest.mark.parametrize("is_open", [False, True], ids=["", "open"])
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["plain", "streamed"])
-async def test_the_constraint_begins_behind_the_reasoning(
+async def test_the_constraint_begins_after_the_reasoning(
     tmp_path: Path, name: str, is_special: bool, is_open: bool, is_streamed: bool
 ) -> None:
     format = REASONING_FORMATS[name]

@@ -13,7 +13,7 @@ from tests.support.cluster_harness import DEADLINE_S
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def test_on_a_cpu_it_is_there_at_once_and_is_no_copy() -> None:
+def test_on_a_cpu_it_is_there_at_once_and_is_not_a_copy() -> None:
     data = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
     copy = HostCopy(data, HostStream(), HostBuffers())
     assert copy.is_done

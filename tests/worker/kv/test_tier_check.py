@@ -51,7 +51,7 @@ def test_bad_files_are_told_where_workers_run_here(tmp_path: Path, settings: dic
     check_tiers(config, is_local=False)  # there may be such a file elsewhere
 
 
-def test_a_folder_that_is_closed_to_this_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_closed_to_this_user_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # as root everything is open
     with pytest.raises(ConfigError, match=f"{tmp_path}/a/b cannot be written to: {tmp_path} is closed"):
         check_tiers(TierConfig(disk_cache_path=f"{tmp_path}/a/b"), is_local=True)
