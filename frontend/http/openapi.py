@@ -79,7 +79,7 @@ class Operation:
     media_type: str = _JSON
     status: int | None = 200  # None = it never succeeds
     event: Any = None  # of the data of a stream's events; None = there are no streams
-    done: str = ""  # data of a stream's last event that is no JSON; "" = there is no such event
+    done: str = ""  # data of a stream's last event that is not JSON; "" = there is no such event
     body: Any = None  # of the request's body; None = it has none
     example: Any = None  # of a body
     refused: Mapping[str, tuple[Any, ...]] | None = None  # fields that are not served -> the values that are accepted

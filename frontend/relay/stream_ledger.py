@@ -125,7 +125,7 @@ class StreamLedger:
         body = body_of(raw)
         if body is None or isinstance(body, Outline):
             if b'"choices"' in raw:
-                what = "no JSON" if body is None else "too large to be followed"
+                what = "not JSON" if body is None else "too large to be followed"
                 self.flaw = f"its engine sent an event that is {what}"
             return self._without_ids(raw)
         if body.get("error"):

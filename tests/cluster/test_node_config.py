@@ -43,7 +43,7 @@ def test_a_tier_that_a_node_cannot_keep_names_the_node(tmp_path: Path) -> None:
 
 def test_a_home_folder_that_a_node_lacks_names_the_node(tmp_path: Path) -> None:
     model = str(make_model(tmp_path / "m"))
-    with pytest.raises(ConfigError, match=r"on node n: disk_cache_path='~nobody-here/kv' begins with the home folder"):
+    with pytest.raises(ConfigError, match=r"on node n: disk_cache_path='~nobody-here/kv' names the home folder"):
         config_on_node(make_config(model, disk_cache_path="~nobody-here/kv"), "n")
 
 

@@ -145,7 +145,7 @@ def test_the_faults_of_a_seed_are_those_of_it_without_operations() -> None:
 
 def test_kinds_are_named_by_themselves_and_by_their_group() -> None:
     assert kinds_of(" kill, operations,kill") == ["kill", *OPERATIONS]
-    with pytest.raises(ConfigError, match="no events 'explode'; there are: faults, operations, kill"):
+    with pytest.raises(ConfigError, match="unknown events 'explode'; choose from: faults, operations, kill"):
         kinds_of("kill,explode")
 
 
