@@ -91,7 +91,7 @@ def add(
 ) -> int:
     """Let one more worker join a running server, and wait until it serves.
 
-    It is like the workers that are there. If a Ray cluster has no room for it, Ray is asked for a node. If the server
+    It is like the existing workers. If a Ray cluster has no room for it, Ray is asked for a node. If the server
     has API keys, this needs an operator's.
 
     [bold]Example[/bold]

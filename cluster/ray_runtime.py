@@ -279,7 +279,7 @@ def daemons_watched(daemons: list[RayDaemon], on_death: Callable[[WorkerError], 
 
     with contextlib.ExitStack() as stack:
         for daemon in daemons:
-            descriptor = os.pidfd_open(daemon.process.pid)  # our own child: it is there until its end was told to us
+            descriptor = os.pidfd_open(daemon.process.pid)  # our own child: its pid is ours until we collect its exit
             stack.callback(os.close, descriptor)
             loop.add_reader(descriptor, died, daemon, descriptor)
             stack.callback(loop.remove_reader, descriptor)

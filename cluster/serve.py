@@ -148,7 +148,7 @@ async def _closing(service: Service, ray_daemons: list[RayDaemon]) -> AsyncItera
 
 
 def print_welcome(config: ClusterConfig, port: int, console: Console, *, needs_key: bool) -> None:
-    """Tell the user where it serves, and two commands to try, which work as they are copied."""
+    """Tell the user where it serves, and two commands to try, which can be pasted unchanged."""
     host = "127.0.0.1" if config.router.host in ("0.0.0.0", "::") else config.router.host
     base = f"{scheme_of(config.router)}://{bracketed(host)}:{port}"
     question = {"role": "user", "content": "What is the capital of France?"}

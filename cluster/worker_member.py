@@ -28,7 +28,7 @@ from tandem.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
 
-_TELL_AGAIN_S = 1.0  # until a worker that did not answer is told again
+_TELL_AGAIN_S = 1.0  # before a worker that did not answer is told again
 
 
 class WorkerMember(Member):

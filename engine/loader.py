@@ -85,7 +85,7 @@ def model_revision(folder: Path) -> str:
     """Identifies exactly these weights: a hash of the config and of each weight file's name, size, head and samples.
 
     The head of a safetensors file holds its tensor table. Fine-tunes of one model often share table and embeddings; one
-    page of every MiB tells them apart without reading gigabytes at each start.
+    page of every MiB distinguishes them without reading gigabytes at each start.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):

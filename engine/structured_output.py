@@ -1,7 +1,7 @@
 """Structured output: which tokens a sequence's grammar allows next.
 
 Masks of a step are computed in threads of their own while the step's forward runs. A sequence whose mask takes long
-leaves its place in the steps until the mask is there, so the others do not wait for it. Costly masks, which an
+leaves its place in the steps until the mask is ready, so the others do not wait for it. Costly masks, which an
 ambiguous grammar needs, share a budget: a part of the time that passes. Their sequences wait for it, and have no place
 in the steps meanwhile. A grammar that is costly for many tokens ends its request.
 
@@ -256,7 +256,7 @@ class GrammarMatcher:
         return forced[0] if forced else None
 
     def _note_cost(self, cost_s: float) -> None:
-        """The mask after a token is there, so its cost is known. Raises `GrammarError` if the answer costs too much."""
+        """The mask after a token is ready, so its cost is known. Raises `GrammarError` if the answer costs too much."""
         self._token_cost_s, self.unpaid_s = 0.0, cost_s
         self.total_cost_s += cost_s
         if self.total_cost_s > _MAX_COST_S + _MAX_TOKEN_COST_S * self.num_consumed:

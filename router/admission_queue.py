@@ -114,7 +114,7 @@ class AdmissionQueue(Generic[B]):
         self._admission = admission
         self._timeout_s = timeout_s
         self._is_woken = False
-        self._displaced: dict[_Waiter[B], None] = {}  # in order: their answers have begun, and no worker is there
+        self._displaced: dict[_Waiter[B], None] = {}  # in order: their answers have begun, and there is no worker
         registry.listen(lambda _: self.wake())
         registry.listen_steps(self.wake)
 

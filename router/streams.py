@@ -29,7 +29,7 @@ class _Readable(ABC, Generic[T]):
         """Pass items to `sink` as they arrive, until it returns False or the last was passed. Returns whether it was.
 
         `sink` gets at least one item, and all that arrived together. It runs in the callback that delivers them, or in
-        this task if they are there already. What it raises is raised here.
+        this task if they have already arrived. What it raises is raised here.
         """
 
     async def take(self) -> list[T]:

@@ -75,7 +75,7 @@ class MessageSocket:
             self._read()
 
     def _read(self) -> None:
-        """Receive what is there; after `MAX_RECEIVED` messages or `MAX_READ_S`, go on in a later callback."""
+        """Receive what has arrived; after `MAX_RECEIVED` messages or `MAX_READ_S`, go on in a later callback."""
         until = time.perf_counter() + MAX_READ_S
         for _ in range(MAX_RECEIVED):
             if self._socket.closed:

@@ -26,7 +26,7 @@ class RanksLost(WorkerError):
 class RankGroup:
     """The ranks of one model, as one of them sees them. Every rank makes the same calls in the same order.
 
-    Collectives return when their result is ordered in the device's stream: on a CPU, when it is there. They raise
+    Collectives return when their result is ordered in the device's stream: on a CPU, when it is complete. They raise
     RanksLost if another rank is gone or does not take part in time.
     """
 

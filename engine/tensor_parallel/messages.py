@@ -18,7 +18,7 @@ class Load(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """From a follower: its weights are there."""
+    """From a follower: its weights are loaded."""
 
 
 class Connect(NamedTuple):

@@ -87,7 +87,7 @@ class SnapshotFeed:
             if self._event:
                 yield self._event
             if news is not self._news:
-                continue  # the viewer was slow: something newer is there
+                continue  # the viewer was slow: there is a newer one
             while not news.is_set():
                 try:
                     async with asyncio.timeout(self._heartbeat_s):

@@ -103,7 +103,7 @@ def add_worker_routes(app: FastAPI, operator_api: OperatorApi) -> None:
 
     @app.post("/v1/pools/add")
     async def add_worker(request: Request) -> Response:
-        """Start one more worker, like those that are there: `{"role": "decode"}`.
+        """Start one more worker, like the existing ones: `{"role": "decode"}`.
 
         Answers when it has begun; `/v1/pools` tells when it serves, or why it was withdrawn. Needs an operator's key.
         """

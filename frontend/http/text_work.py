@@ -1,4 +1,4 @@
-"""Work on the text of a request: in its tenant's turn, counted for its API key, and only while its client is there."""
+"""Work on the text of a request: in its tenant's turn, counted for its API key, only while its client is connected."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     socket <-> TlsConnection <-> HttpProtocol      the middle one: a protocol to its left, a transport to its right
 
-`HttpProtocol` is there from the first moment, so that a handshake has a deadline and a place in the limits. The only
+`HttpProtocol` exists from the first moment, so that a handshake has a deadline and a place in the limits. The only
 write buffer is the socket's, so that flow control is as without TLS. The event loops' own TLS has neither.
 
 A client can send little that costs much: handshakes, and records of a byte or of none. So each iteration of the event

@@ -21,7 +21,7 @@ class TokensUsed:
     """Tokens that a request has used so far. A prompt counts once, even if several choices share it."""
 
     num_prompt_tokens: int
-    has_reasoning: bool = False  # whether reasoning is told from content, and counted
+    has_reasoning: bool = False  # whether reasoning is separated from content, and counted
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0  # how many tokens of the completion are reasoning
     has_prediction: bool = False

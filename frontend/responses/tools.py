@@ -136,7 +136,7 @@ def _added(items: Iterable[Json]) -> Iterator[_Shown]:
 
 
 def _custom_function(tool: CustomTool, name: str, about: str | None, where: str) -> ToolFunction:
-    """A custom tool as a function. Its grammar is told to the model, and a regular expression is part of the schema."""
+    """A custom tool as a function. The model sees its grammar, and a regular expression is part of the schema."""
     schema: Json = {"type": "string"}
     description = tool.description or about or ""
     if tool.format is not None and tool.format.type == "grammar":

@@ -58,11 +58,11 @@ class BlockStore(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, name: BlockName) -> StoreFailure | None:
-        """Delete the block, if it is there. Returns `UNREACHABLE` if deleting others would fail too."""
+        """Delete the block, if it exists. Returns `UNREACHABLE` if deleting others would fail too."""
 
     @abc.abstractmethod
     def scan(self) -> Sequence[BlockName] | StoreFailure:
-        """Names of all blocks that are there, without reading their bytes. About oldest first: clocks are coarse."""
+        """Names of all stored blocks, without reading their bytes. About oldest first: clocks are coarse."""
 
     def close(self) -> None:  # noqa: B027  (most stores have nothing to release)
         """Release the store's resources; persistent blocks stay. Called when no thread uses the store."""

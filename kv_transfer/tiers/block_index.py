@@ -1,6 +1,6 @@
 """Which blocks a tier has, which of them are pinned, and which are evicted next. Knows no bytes and no threads.
 
-A block enters in two steps: `try_reserve` gives it room, `publish` says that its bytes are there. `forget` ends either.
+A block enters in two steps: `try_reserve` gives it room, `publish` says its bytes are stored. `forget` ends either.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class BlockIndex:
         return len(self._blocks)
 
     def __contains__(self, digest: bytes) -> bool:
-        """Whether the block is there."""
+        """Whether the block is stored."""
         return digest in self._blocks
 
     def digests(self) -> list[bytes]:
-        """All blocks that are there."""
+        """All stored blocks."""
         return list(self._blocks)
 
     def count_leading(self, digests: Sequence[bytes]) -> int:
-        """How many leading blocks are there."""
+        """How many leading blocks are stored."""
         for count, digest in enumerate(digests):
             if digest not in self._blocks:
                 return count

@@ -1,6 +1,6 @@
 """L3: blocks in files on a local disk, which outlive the process.
 
-Each block is one file. It is written under another name and then renamed, so a block is there whole or not at all when
+Each block is one file. It is written under another name and then renamed, so a block exists whole or not at all when
 a process is killed. After a power cut a file may be short; its footer shows that, so nothing is ever flushed. Several
 processes may share a folder. Reads and writes go through the page cache, which is a tier of its own for recent blocks.
 

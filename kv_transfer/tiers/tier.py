@@ -125,7 +125,7 @@ class Tier:
         self._begin_scan()
 
     def __contains__(self, digest: bytes) -> bool:
-        """Whether the block is there or being written."""
+        """Whether the block is stored or being written."""
         return digest in self._index or digest in self._writes
 
     @property
@@ -135,7 +135,7 @@ class Tier:
 
     @property
     def is_scanning(self) -> bool:
-        """Whether blocks that are there may not be known yet."""
+        """Whether some stored blocks may not be known yet."""
         return self._is_scanning
 
     @property
@@ -154,7 +154,7 @@ class Tier:
         return sum(len(load.names) - load.num_loaded for load in self._live)
 
     def digests(self) -> list[bytes]:
-        """All blocks that are there: a snapshot for a listener that missed events."""
+        """All stored blocks: a snapshot for a listener that missed events."""
         return self._index.digests()
 
     def count_present(self, digests: Sequence[bytes]) -> int:
@@ -183,7 +183,7 @@ class Tier:
         return load
 
     def store(self, digest: bytes, parent: bytes | None, data: Block) -> TierWrite | None:
-        """Begin to keep a block, evicting others if need be. None if it is there already or is dropped.
+        """Begin to keep a block, evicting others if need be. None if it is already stored or is dropped.
 
         With None the buffer is free at once.
         """

@@ -28,7 +28,7 @@ HEADER_BYTES = _HEADER.size
 
 
 def number_notification(link: int, sequence: int, payload: bytes) -> bytes:
-    """The payload as it is sent: with its numbers before it and a checksum behind it."""
+    """The payload as it is sent: with its numbers before it and a checksum after it."""
     return append_checksum(_HEADER.pack(link, sequence) + payload)
 
 

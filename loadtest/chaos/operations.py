@@ -111,7 +111,7 @@ class Operations:
             self._under_way.discard(kind)
 
     async def _roll(self) -> str:
-        """Restart all workers that are there now, one after the other."""
+        """Restart all present workers, one after the other."""
         done = [name for name in await self._names() if await self._is_restarted(name)]
         return f"restarted in turn: {', '.join(done) or 'none'}"
 

@@ -17,7 +17,7 @@ _GROUPS = {"faults": FAULTS, "operations": OPERATIONS}
 
 @dataclass(frozen=True, slots=True)
 class ChaosEvent:
-    """Something that is done to the server. `drawn` in [0, 1) chooses its victim among those that are there then."""
+    """Something that is done to the server. `drawn` in [0, 1) chooses its victim among those present then."""
 
     at_s: float
     kind: str

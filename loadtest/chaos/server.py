@@ -19,7 +19,7 @@ _LOST_WITH_ROUTER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TrialWorker:
-    """A worker whose process is there."""
+    """A worker whose process is running."""
 
     name: str
     role: str

@@ -1,6 +1,6 @@
 """One engine as the deciding side knows it: its state, circuit breaker, cache and load.
 
-Used from one event loop only. `EngineFleet` adds and removes it, `EngineProber` finds out whether it is there, and
+Used from one event loop only. `EngineFleet` adds and removes it, `EngineProber` finds out whether it is available, and
 running requests count themselves in and out.
 """
 

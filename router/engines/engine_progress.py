@@ -74,7 +74,7 @@ class EngineProgress:
             self._step(now)
         was_due = self._is_due
         says_it_runs = load is not None and load.num_running > 0 and work is not None and work.is_of_each_step
-        # NOTE: only while requests of ours are there; those of others need no remedy of ours.
+        # NOTE: only while we have requests there; those of others are not ours to rescue.
         self._says_it_runs = says_it_runs and bool(self._phases)
         if not was_due:
             self._since_s = max(self._since_s, now)

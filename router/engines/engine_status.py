@@ -58,7 +58,7 @@ class ReportedLoad(NamedTuple):
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request is there."""
+        """Whether there is any request."""
         return self.num_running + self.num_waiting > 0
 
 

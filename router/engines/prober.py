@@ -1,4 +1,4 @@
-"""Probes of one engine: whether it is there, which model it serves, and how much work it has.
+"""Probes of one engine: whether it is available, which model it serves, and how much work it has.
 
 Each probe asks for the engine's health and its metrics, and sometimes for its models: when it joins, and regularly.
 """

@@ -312,7 +312,7 @@ class Admission:
                         self._place_again(queued, order, held, now)
                 except ServingError as exc:
                     if queued.request.is_resumed:
-                        continue  # it keeps its place until a worker is there
+                        continue  # it keeps its place until there is a worker
                     return self._drop(queued, exc)
                 if self._room.fits(queued.placement, queued.tenant, order):
                     return self._dispatch(queued, now)

@@ -26,7 +26,7 @@ class HostCopy:
 
     @property
     def is_done(self) -> bool:
-        """Whether all bytes are there."""
+        """Whether all bytes have arrived."""
         return self._stream.is_done(self._arrival)
 
     @property

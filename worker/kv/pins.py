@@ -54,7 +54,7 @@ class KeptBlocks:
         return self.max_blocks - len(self._kept)
 
     def review(self, chains: Iterable[Sequence[bytes]]) -> None:
-        """Choose again: blocks that are there, chain by chain from its beginning, until the bound is reached."""
+        """Choose again: stored blocks, chain by chain from its beginning, until the bound is reached."""
         chosen: dict[bytes, None] = {}
         for chain in chains:
             of_chain = []

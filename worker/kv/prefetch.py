@@ -65,7 +65,7 @@ class Prefetcher:
         self._cache = cache
         self._host = cache.tier("host")
         self._to_host: set[str] = set()  # pins
-        self._to_pool: set[str] = set()  # pins, each until as much of its chain as possible is there
+        self._to_pool: set[str] = set()  # pins, each until as much of its chain as possible is loaded
         self._piece: _PrefetchPiece | None = None
         self._landing: _Landing | None = None
         self._look_at = math.inf
