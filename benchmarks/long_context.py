@@ -212,7 +212,7 @@ def _prepare(worker: Worker, watch: Watch) -> None:
 
     runner.forward = forward  # type: ignore[method-assign,assignment]
     watch.watch("receive (decode)", parts.sockets, "receive")
-    watch.watch("sequence of a request", engine, "sequence_of")
+    watch.watch("sequence of a request", engine.factory, "sequence_of")
     watch.watch("add, with digests", scheduler, "add")
     watch.watch("schedule", scheduler, "schedule")
     watch.watch("admit: blocks, cached prefix", scheduler.admission, "take_blocks")

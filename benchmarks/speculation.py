@@ -194,7 +194,7 @@ def _add(engine: Engine, tokenizer: Tokenizer, task: Task, max_tokens: int, name
     text = tokenizer.render_chat(task.messages, {"add_generation_prompt": True}) + task.begun
     sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "seed": 1, **task.sampling})
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    sequence = engine.make_sequence(name, token_ids, sampling, cache_salt=scope)
+    sequence = engine.factory.make_sequence(name, token_ids, sampling, cache_salt=scope)
     engine.add(sequence)
     return sequence
 

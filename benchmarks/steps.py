@@ -240,7 +240,7 @@ class Bench:
 
     def _add(self, name: str, num_tokens: int, sampling: SamplingParams) -> None:
         ids = torch.randint(3, self._engine.model.vocab_size, (num_tokens,), generator=self._generator).tolist()
-        self._engine.add(self._engine.make_sequence(name, ids, sampling))
+        self._engine.add(self._engine.factory.make_sequence(name, ids, sampling))
 
 
 def _steps(what: str, condition: str, num_tokens: int, times: list[float], best_s: float) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def _add(engine: Engine, name: str, grammar: str, num_tokens: int, seed: int) ->
     sampling = SamplingParams(
         max_tokens=num_tokens, temperature=0.7, seed=seed, ignore_eos=not grammar, grammar=grammar
     )
-    sequence = engine.make_sequence(name, prompt, sampling)
+    sequence = engine.factory.make_sequence(name, prompt, sampling)
     engine.add(sequence)
     return sequence
 
