@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import httptools
@@ -29,7 +30,6 @@ import psutil
 
 from benchmarks.common import (
     HERE,
-    Checkout,
     arguments,
     console,
     engines_toml,
@@ -265,7 +265,7 @@ class Target:
 
 
 @contextlib.contextmanager
-def route(workers: list[str], num_processes: int, checkout: Checkout = HERE) -> Iterator[Target]:
+def route(workers: list[str], num_processes: int, checkout: Path = HERE) -> Iterator[Target]:
     """A `tandem route` in front of engines."""
     flags = f"--router-processes={num_processes}"
     with routing(engines_toml(workers), flags, checkout=checkout) as (url, pid):

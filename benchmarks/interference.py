@@ -17,7 +17,6 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -27,9 +26,9 @@ from benchmarks.common import (
     ONE_PAIR,
     Server,
     arguments,
+    in_ms,
     measure_each,
-    ms,
-    print_table,
+    print_results,
     ratio,
     serving,
     write_result,
@@ -55,7 +54,8 @@ def main() -> int:
     settings = parser.settings()
     servers = [*(serving(setup, settings.model) for setup in (ONE_PAIR, COLOCATED)), *vllm.others(settings)]
     results = measure_each(servers, partial(measure, settings=settings))
-    _show(results, settings)
+    title = f"{settings.streams} steady streams; a prompt of {settings.long_tokens} tokens every {settings.every_s} s"
+    print_results(title, results, "ms")
     write_result("interference", settings, results)
     return int(len(results) < len(servers))
 
@@ -70,11 +70,12 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
     gaps, long_ttfts = await _phase(
         server, settings, short_prompts[settings.streams :], long_prompts[1:], settings.loaded_s
     )
+    itl, loaded_itl = Distribution.of(alone), Distribution.of(gaps)
     return {
-        "itl_alone_s": asdict(Distribution.of(alone)),
-        "itl_loaded_s": asdict(Distribution.of(gaps)),
-        "long_ttft_s": asdict(Distribution.of(long_ttfts)),
-        "p99_ratio": ratio(Distribution.of(gaps).p99, Distribution.of(alone).p99),
+        **in_ms("alone: ITL", itl, "p50", "p99", "max"),
+        **in_ms("loaded: ITL", loaded_itl, "p50", "p99", "max"),
+        "p99 loaded / alone": ratio(loaded_itl.p99, itl.p99),
+        **in_ms("long: TTFT", Distribution.of(long_ttfts), "p50", "max"),
     }
 
 
@@ -130,26 +131,6 @@ async def _time_to_start(server: Server, prompts: Sequence[list[int]]) -> float:
     """Seconds until this many prompts all have their first token, measured by a trial with other contents."""
     timings = await asyncio.gather(*(server.greedy(prompt, 4, cache_salt="trial") for prompt in prompts))
     return min(_MAX_START_S, 3 * max(timing.ttft_s for timing in timings))
-
-
-def _show(results: dict[str, dict[str, Any]], settings: argparse.Namespace) -> None:
-    rows = [
-        [
-            name,
-            *(ms(result["itl_alone_s"][key]) for key in ("p50", "p99", "max")),
-            *(ms(result["itl_loaded_s"][key]) for key in ("p50", "p99", "max")),
-            f"{result['p99_ratio']:.2f}",
-            *(ms(result["long_ttft_s"][key]) for key in ("p50", "max")),
-        ]
-        for name, result in results.items()
-    ]
-    headings = ["set-up", "alone: ITL p50", "p99", "max", "loaded: p50", "p99", "max", "p99 loaded / alone"]
-    print_table(
-        f"{settings.streams} steady streams; a prompt of {settings.long_tokens} tokens every {settings.every_s} s",
-        [*headings, "long: TTFT p50", "max"],
-        rows,
-        caption="ms",
-    )
 
 
 if __name__ == "__main__":

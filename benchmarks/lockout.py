@@ -20,7 +20,6 @@ import socket
 import ssl
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,7 +31,6 @@ import psutil
 import uvloop
 
 from benchmarks.common import (
-    Checkout,
     arguments,
     beside,
     checkouts,
@@ -49,7 +47,7 @@ from tests.support.certificates import Authority
 from tests.support.keys import make_key_file
 
 _KEY = "sk-lockout-0123456789"
-_HEALTH_EVERY_S, _MEMORY_EVERY_S = 0.05, 0.1
+_HEALTH_EVERY_S = 0.05
 _RECEIVE_BUFFER_BYTES = 4096  # of connections that read slowly: the less the client's kernel takes, the more waits
 _MAX_QUICK = 200  # connections of the attacks that --quick makes
 _SMALL, _DEFAULT = ("--max-connections=100",), ()  # flags of servers
@@ -197,53 +195,42 @@ def _attack_process(pipe: Connection, target: Watched, attack: _Attack, seconds:
 
 def _run(process: psutil.Process, target: Watched, attack: _Attack, seconds: float) -> _Seen:
     """One attack, and what others saw. Attackers and watchers have a process of their own each."""
-    with _memory_of(process) as sizes_mb, watching(target, HEALTH, ANSWER, GAP) as watch:
+    with watching(target, HEALTH, ANSWER, GAP) as watch:
         taken(watch)
         time.sleep(1.0)
+        before_mb = _memory_mb(process, "VmRSS")
         with beside(_attack_process, target, attack, seconds) as attackers:
             num_opened = attackers.recv()
             time.sleep(3.0)
             waits = taken(watch, is_end=True)
-    return _Seen(attack.name, waits, num_opened, (sizes_mb[0], max(sizes_mb)))
+    return _Seen(attack.name, waits, num_opened, (before_mb, _memory_mb(process, "VmHWM")))
 
 
-@contextlib.contextmanager
-def _memory_of(process: psutil.Process) -> Iterator[list[float]]:
-    """Resident memory of the processes that serve HTTP, in MB, taken again and again while the block runs."""
+def _memory_mb(process: psutil.Process, kind: str) -> float:
+    """Resident memory of the processes that serve HTTP, as Linux counts it: now (VmRSS), or the most so far (VmHWM)."""
     edges = [child for child in process.children() if "tandem.frontend.processes.child" in child.cmdline()]
-    sizes_mb, done = list[float](), threading.Event()
-
-    def measure() -> None:
-        while not done.wait(_MEMORY_EVERY_S if sizes_mb else 0.0):
-            sizes_mb.append(sum(one.memory_info().rss for one in (process, *edges)) / 2**20)
-
-    thread = threading.Thread(target=measure)
-    thread.start()
-    try:
-        yield sizes_mb
-    finally:
-        done.set()
-        thread.join()
+    states = [Path(f"/proc/{one.pid}/status").read_text() for one in (process, *edges)]
+    return sum(int(state.partition(f"{kind}:")[2].split()[0]) for state in states) / 1024
 
 
 @contextlib.contextmanager
 def _server(
-    engines: list[str], settings: argparse.Namespace, flags: tuple[str, ...], checkout: Checkout
+    engines: list[str], settings: argparse.Namespace, flags: tuple[str, ...], checkout: Path
 ) -> Iterator[tuple[psutil.Process, Watched]]:
     with tempfile.TemporaryDirectory() as name:
-        folder, ca_file, tls = Path(name), "", None
+        folder, ca_file, scheme = Path(name), "", "http"
         flags += (f"--api-key-file={make_key_file(folder / 'keys.toml', {_KEY: 'honest'})}",)
         flags += (f"--router-processes={settings.router_processes}",)
         if settings.tls:
             authority = Authority(folder)
             certificate, key = authority.issue()
-            ca_file, flags = str(authority.ca_file), (*flags, f"--tls-cert={certificate}", f"--tls-key={key}")
-            tls = ssl.create_default_context(cafile=ca_file)
-        with routing(engines_toml(engines, "openai"), *flags, checkout=checkout, tls=tls) as (url, pid):
+            ca_file, scheme = str(authority.ca_file), "https"
+            flags += (f"--tls-cert={certificate}", f"--tls-key={key}")
+        with routing(engines_toml(engines, "openai"), *flags, checkout=checkout, scheme=scheme) as (url, pid):
             yield psutil.Process(pid), Watched(int(url.rpartition(":")[2]), ca_file, _KEY, _HEALTH_EVERY_S)
 
 
-def _measure(name: str, settings: argparse.Namespace, checkout: Checkout, engines: list[str]) -> list[_Seen]:
+def _measure(name: str, settings: argparse.Namespace, checkout: Path, engines: list[str]) -> list[_Seen]:
     found = []
     for attack in _ATTACKS:
         if settings.only not in attack.name or (settings.quick and attack.num_connections > _MAX_QUICK):

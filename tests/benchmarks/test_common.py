@@ -57,7 +57,7 @@ def test_a_server_that_ends_early_is_told_with_its_log(capsys: pytest.CaptureFix
 
 
 def test_a_result_says_what_it_takes_to_repeat_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "_ROOT", tmp_path)
+    monkeypatch.setattr(common, "HERE", tmp_path)
     monkeypatch.setattr(sys, "argv", ["benchmarks/exposure.py", "--seed", "3"])
     path = write_result("exposure", Namespace(seed=3), {512: {"share": math.nan, "rows": [(1, 0.5)]}})
     report = json.loads(path.read_text())
