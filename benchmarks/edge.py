@@ -323,7 +323,7 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, model=False)
     parser.option("--smg", "", "path of the program smg")
     parser.option("--sglang-python", "", "path of a Python that has sglang-router")
     parser.option("--vllm-router", "", "path of the program vllm-router")
