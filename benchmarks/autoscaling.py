@@ -32,6 +32,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def main() -> None:
             console.print(f"[dim]{cell.trace}, {cell.num_workers}: {row}[/]", soft_wrap=True)
             results[f"{cell.trace}, {cell.num_workers} workers, seed {cell.seed}"].append(row)
     for title, found in results.items():
-        print_rows(title, sorted(found, key=lambda one: -float(one["in time %"])))
+        print_rows(title, sorted(found, key=itemgetter("in time %"), reverse=True))
     write_result("autoscaling", args, results)
 
 
