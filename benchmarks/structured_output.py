@@ -26,6 +26,7 @@ import jsonschema  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.common import arguments, console, print_rows, ratio, write_result
+from benchmarks.speculation import run
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
@@ -98,11 +99,11 @@ def main() -> None:
 def measure_masks(engine: Engine, settings: argparse.Namespace, kind: str) -> dict[str, Any]:
     """Microseconds for a mask along sampled outputs, consumption of the token before it included."""
     sequences = [_ask(engine, kind, settings.tokens, seed=seed) for seed in range(4)]
-    _run(engine)
+    answers = run(engine, sequences).answers
     grammar, seconds = make_grammar(*_KINDS[kind]), []
-    for sequence in sequences:
+    for answer in answers:
         matcher: GrammarMatcher = engine.structured_output.matcher(grammar)
-        for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
+        for token_id in answer:
             begun = time.perf_counter()
             matcher.follow([]).compute_bitmask()
             matcher.follow([token_id])
@@ -117,9 +118,9 @@ def measure_streams(engine: Engine, settings: argparse.Namespace, kind: str, num
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(settings.rounds + 1):  # the first one warms up
         for is_structured in (False, True) if number % 2 else (True, False):
-            for seed in range(num_streams):
-                _ask(engine, kind if is_structured else "", settings.tokens, seed=seed)
-            speeds[is_structured].append(_run(engine))
+            asked = kind if is_structured else ""
+            sequences = [_ask(engine, asked, settings.tokens, seed=seed) for seed in range(num_streams)]
+            speeds[is_structured].append(run(engine, sequences).tokens_per_s)
     plain, structured = speeds[False][1:], speeds[True][1:]
     ratios = [ratio(one, other) for one, other in zip(structured, plain, strict=True)]
     tokens_per_s = {"plain tok/s": statistics.median(plain), "structured tok/s": statistics.median(structured)}
@@ -161,7 +162,7 @@ async def _outcome(engine: Engine, tokenizer: Tokenizer, checker: GrammarChecker
     except RequestError:
         return "refused by name"
     sequences = [_add(engine, f"schema-{seed}", grammar, 200, seed) for seed in range(2)]
-    _run(engine)
+    run(engine, sequences)
     results = {_judge(tokenizer, schema, sequence) for sequence in sequences}
     return next((one for one in sorted(results) if one.startswith("INVALID")), min(results))
 
@@ -196,18 +197,6 @@ def _add(engine: Engine, name: str, grammar: str, num_tokens: int, seed: int) ->
     sequence = engine.make_sequence(name, prompt, sampling)
     engine.add(sequence)
     return sequence
-
-
-def _run(engine: Engine) -> float:
-    """Run until all is done; output tokens a second while decoding."""
-    num_tokens, begun = 0, 0.0
-    while engine.has_work:
-        results = engine.step()
-        if begun:
-            num_tokens += sum(len(result.outputs) for result in results)
-        elif any(s.has_first_token for s in engine.sequences.values()):
-            begun = time.perf_counter()
-    return num_tokens / (time.perf_counter() - begun) if num_tokens else 0.0
 
 
 def _worst_step_s(engine: Engine, grammar: str) -> float:

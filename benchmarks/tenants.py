@@ -32,7 +32,7 @@ from benchmarks.common import (
     arguments,
     checkouts,
     measure_each,
-    print_table,
+    print_rows,
     serving,
     write_result,
 )
@@ -80,9 +80,11 @@ def main() -> None:
             for name, checkout in checkouts(settings).items()
         ]
         results = measure_each(servers, partial(measure, keys=keys, settings=settings))
-    names = list(results)
-    rows = [(what, *(results[name][what] for name in names)) for what in results[names[0]]]
-    print_table("One tenant beside another one", ["", *names], rows)
+    rows = [
+        {"": what, **{name: found[what] for name, found in results.items()}}
+        for what in next(iter(results.values()), ())
+    ]
+    print_rows("One tenant beside another one", rows)
     write_result("tenants", settings, results)
 
 
