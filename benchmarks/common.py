@@ -328,11 +328,6 @@ def free_port() -> int:
     return free_ports("127.0.0.1", 1)
 
 
-def ms(seconds: float) -> str:
-    """Milliseconds, for a table."""
-    return "-" if math.isnan(seconds) else f"{seconds * 1e3:.1f}"
-
-
 def in_ms(what: str, times: Distribution, *names: str) -> dict[str, float]:
     """Figures of a distribution (p50, max, ...) in milliseconds, for a row."""
     return {f"{what} {name}": 1e3 * getattr(times, name) for name in names}

@@ -29,6 +29,7 @@ from tandem.loadtest.client import StreamTiming, run_measured
 from tandem.loadtest.stats import Distribution
 
 _TOKEN_IDS = range(1000, 4000)  # valid in any model with a vocabulary of a few thousand
+_PROMPT_TOKENS = 200
 _POOL = "--pool-bytes=500000000"
 _READY_S = 120.0  # for the victim's successor
 _ONE_AND_TWO = Setup("1P2D", ("--prefill=1", "--decode=2", "--no-local-prefill"))
@@ -53,7 +54,6 @@ _CASES = (
 def main() -> int:
     parser = arguments(__doc__)
     parser.option("--streams", 16, quick=4)
-    parser.option("--input-tokens", 200)
     parser.option("--output-tokens", 200, quick=60)
     parser.option("--copy-kv-tokens", 0, "as of `tandem serve`")
     parser.option("--cases", [case.name for case in _CASES], "of the three above")
@@ -71,7 +71,7 @@ def main() -> int:
 async def measure(server: Server, case: Case, settings: argparse.Namespace) -> dict[str, Any]:
     """Kill the worker under the streams, then send the same requests again."""
     rng = random.Random(settings.seed)
-    prompts = [rng.choices(_TOKEN_IDS, k=settings.input_tokens) for _ in range(settings.streams)]
+    prompts = [rng.choices(_TOKEN_IDS, k=_PROMPT_TOKENS) for _ in range(settings.streams)]
 
     async def send(number: int) -> StreamTiming:
         return await server.client.stream_completion(

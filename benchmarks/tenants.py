@@ -79,11 +79,9 @@ def main() -> None:
             serving(Setup(name, (*ONE_PAIR.flags, f"--api-key-file={path}")), settings.model, checkout=checkout)
             for name, checkout in checkouts(settings).items()
         ]
-        results = measure_each(servers, partial(measure, keys=keys, settings=settings))
-    rows = [
-        {"": what, **{name: found[what] for name, found in results.items()}}
-        for what in next(iter(results.values()), ())
-    ]
+        results: dict[str, Figures] = measure_each(servers, partial(measure, keys=keys, settings=settings))
+    figures = next(iter(results.values()), {})
+    rows = [{"": what, **{name: found[what] for name, found in results.items()}} for what in figures]
     print_rows("One tenant beside another one", rows)
     write_result("tenants", settings, results)
 
