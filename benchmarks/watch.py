@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import ssl
 import time
 from collections import defaultdict
@@ -67,12 +68,9 @@ def longest_s(waits: Sequence[Wait]) -> float:
     return max((wait.waited_s for wait in waits), default=0.0)
 
 
-def chat(server: Watched, max_tokens: int, *, model: str = MODEL, is_stream: bool = False) -> bytes:
+def chat(server: Watched, *, model: str = MODEL, **fields: object) -> bytes:
     """A request for a chat answer, as bytes."""
-    body = (
-        f'{{"model": "{model}", "messages": [{{"role": "user", "content": "x"}}], "max_tokens": {max_tokens}, '
-        f'"stream": {str(is_stream).lower()}, "seed": {STEP_MS}}}'
-    )
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "x"}], **fields})
     key = f"authorization: Bearer {server.key}\r\n" if server.key else ""
     return (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
@@ -113,7 +111,7 @@ class _Watch:
         """Watch, and send what was seen when asked for it, until the last time."""
         starts = {
             HEALTH: lambda: self._repeat(HEALTH, _GET_HEALTH, self._server.health_every_s),
-            ANSWER: lambda: self._repeat(ANSWER, chat(self._server, 4), _ANSWER_EVERY_S),
+            ANSWER: lambda: self._repeat(ANSWER, chat(self._server, max_tokens=4, seed=STEP_MS), _ANSWER_EVERY_S),
             GAP: self._streams,
         }
         clients = [asyncio.ensure_future(starts[kind]()) for kind in kinds]
@@ -134,7 +132,7 @@ class _Watch:
             await asyncio.sleep(every_s)
 
     async def _streams(self) -> None:
-        request = chat(self._server, _NUM_STREAMED, is_stream=True)
+        request = chat(self._server, max_tokens=_NUM_STREAMED, seed=STEP_MS, stream=True)
         while not self._is_ending:
             began_s, is_whole = time.monotonic(), False
             with contextlib.suppress(OSError):
