@@ -110,9 +110,8 @@ async def _attacked(url: str, engine_url: str, attack: Attack, watch: Connection
     async with httpx.AsyncClient(base_url=engine_url, trust_env=False) as engine:
         await engine.post("/arm", content=attack.name)
         if attack.path.startswith("/v1/chat"):
-            end, *_ = await asyncio.gather(
-                *(_attacked_client(_watched(url), attack) for _ in range(attack.num_clients))
-            )
+            clients = (_attacked_client(_watched(url), attack) for _ in range(attack.num_clients))
+            end, *_ = await asyncio.gather(*clients)
             console.print(f"{attack.name}: its client got {end!r} at the end", markup=False, soft_wrap=True)
         else:
             await asyncio.sleep(PROBED_S)
@@ -128,7 +127,7 @@ async def _attacked(url: str, engine_url: str, attack: Attack, watch: Connection
 
 async def _attacked_client(router: Watched, attack: Attack) -> bytes:
     """Ask the hostile engine; returns the end of what comes."""
-    # NOTE: no seed: the router would not keep the token ids of a stream that cannot continue elsewhere.
+    # NOTE: without a seed, with which a stream cannot continue elsewhere: the router would not read its token ids.
     request = chat(router, model=engine_attacks.MODEL, max_tokens=100_000, stream=attack.is_stream)
     end = b""
     with contextlib.suppress(OSError):
