@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
 import sys
@@ -176,12 +177,12 @@ def _attack_process(pipe: Connection, target: Watched, attack: _Attack, seconds:
 # -- the benchmark
 
 
-def _run(process: psutil.Process, target: Watched, attack: _Attack, seconds: float) -> dict[str, Any]:
+def _run(pids: list[int], target: Watched, attack: _Attack, seconds: float) -> dict[str, Any]:
     """One attack, and what others saw. Attackers and watchers have a process of their own each."""
     with watching(target, HEALTH, ANSWER, GAP) as watch:
         taken(watch)
         time.sleep(1.0)
-        before_mb = _memory_mb(process, "VmRSS")
+        before_mb = _memory_mb(pids, "VmRSS")
         with beside(_attack_process, target, attack, seconds) as attackers:
             num_opened = attackers.recv()
             time.sleep(3.0)
@@ -192,20 +193,23 @@ def _run(process: psutil.Process, target: Watched, attack: _Attack, seconds: flo
     for kind in (HEALTH, ANSWER):
         row |= {f"{kind} s": longest_s(waits[kind]), f"{kind}: lost": lost[kind]}
     row |= {**in_ms("gap ms", gap, "p99", "max"), "streams lost": lost[STREAM]}
-    return row | {"memory MB": f"{before_mb:.0f} -> {_memory_mb(process, 'VmHWM'):.0f}"}
+    return row | {"memory MB": f"{before_mb:.0f} -> {_memory_mb(pids, 'VmHWM'):.0f}"}
 
 
-def _memory_mb(process: psutil.Process, kind: str) -> float:
-    """Resident memory of the processes that serve HTTP, as Linux counts it: now (VmRSS), or the most so far (VmHWM)."""
-    edges = [child for child in process.children() if "tandem.frontend.processes.child" in child.cmdline()]
-    states = [Path(f"/proc/{one.pid}/status").read_text() for one in (process, *edges)]
-    return sum(int(state.partition(f"{kind}:")[2].split()[0]) for state in states) / 1024
+def _memory_mb(pids: list[int], kind: str) -> float:
+    """Resident memory as Linux counts it: now (VmRSS), or the most so far (VmHWM). Of an ended process it is 0."""
+    num_kb = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            num_kb += sum(map(int, re.findall(rf"{kind}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())))
+    return num_kb / 1024
 
 
 @contextlib.contextmanager
 def _server(
     engines: list[str], settings: argparse.Namespace, flags: tuple[str, ...], checkout: Path
-) -> Iterator[tuple[psutil.Process, Watched]]:
+) -> Iterator[tuple[list[int], Watched]]:
+    """The ids of the processes that serve HTTP, and what their clients need."""
     with tempfile.TemporaryDirectory() as name:
         folder, ca_file, scheme = Path(name), "", "http"
         flags += (f"--api-key-file={make_key_file(folder / 'keys.toml', {_KEY: 'honest'})}",)
@@ -216,7 +220,9 @@ def _server(
             ca_file, scheme = str(authority.ca_file), "https"
             flags += (f"--tls-cert={certificate}", f"--tls-key={key}")
         with routing(engines_toml(engines, "openai"), *flags, checkout=checkout, scheme=scheme) as (url, pid):
-            yield psutil.Process(pid), Watched(int(url.rpartition(":")[2]), ca_file, _KEY, _HEALTH_EVERY_S)
+            children = psutil.Process(pid).children()
+            edges = [one.pid for one in children if "tandem.frontend.processes.child" in one.cmdline()]
+            yield [pid, *edges], Watched(int(url.rpartition(":")[2]), ca_file, _KEY, _HEALTH_EVERY_S)
 
 
 def _measure(settings: argparse.Namespace, checkout: Path, engines: list[str]) -> list[dict[str, Any]]:
@@ -225,8 +231,8 @@ def _measure(settings: argparse.Namespace, checkout: Path, engines: list[str]) -
         if settings.only not in attack.name or (settings.quick and attack.num_connections > _MAX_QUICK):
             continue
         # A server each, so that no attack meets what the one before has left.
-        with _server(engines, settings, attack.flags, checkout) as (process, target):
-            rows.append(_run(process, target, attack, settings.seconds))
+        with _server(engines, settings, attack.flags, checkout) as (pids, target):
+            rows.append(_run(pids, target, attack, settings.seconds))
     return rows
 
 
