@@ -62,7 +62,7 @@ bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARG
 	$(BIN)/tandem bench --url $(URL) $(ARGS)
 
 BENCHMARKS := equality faults hostile failover throughput interference exposure tiers transfer decisions edge versus speculation weights steps long-context \
-	routing eviction autoscaling structured-output lockout hostile-engines tenants
+	eviction autoscaling structured-output lockout hostile-engines tenants
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 

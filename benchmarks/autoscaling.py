@@ -26,15 +26,19 @@ import csv
 import gzip
 import os
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.common import arguments, console, print_table, write_result
+from benchmarks.common import arguments, console, print_rows, write_result
 from tandem.loadtest.traces import TraceRequest, read_trace
 from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.simulator.arrivals import spread
@@ -58,9 +62,7 @@ LOADS = {
 
 SCALERS: dict[str, Callable[[int], Scaler]] = {
     "tandem, flips": lambda num: TandemScaler(AutoscalerPolicy(max_workers=num)),
-    "tandem": lambda num: TandemScaler(
-        AutoscalerPolicy(max_workers=num, acts=frozenset({"flip", "add", "remove"})),
-    ),
+    "tandem": lambda num: TandemScaler(AutoscalerPolicy(max_workers=num, acts=frozenset({"flip", "add", "remove"}))),
     "thresholds": lambda num: Threshold(_LIMITS, num),
     "dynamo": lambda num: DynamoPlanner(_LIMITS, num),
     "llm-d": lambda num: LlmdRules(_LIMITS, num),
@@ -78,8 +80,8 @@ class Cell:
     num_decode: int
     seed: int = 0
 
-    def run(self, num_requests: int | None) -> Row:
-        """Serve the trace."""
+    def run(self, num_requests: int | None) -> dict[str, Any]:
+        """Serve the trace, or its first requests; a row of the table."""
         num_copies = self.num_workers // 16 * LOADS[self.trace][1]
         requests = load(self.trace, num_copies, self.seed)[:num_requests]
         machine = MACHINES[LOADS[self.trace][0]]
@@ -88,30 +90,13 @@ class Cell:
         plan = ScalingPlan(scaler=scaler, slo=_LIMITS)
         outcome = simulate(requests, cluster, "tandem", scaling=plan)
         hours = max(requests[-1].arrival_s, 1e-9) / 3600
-        return Row(
-            trace=self.trace,
-            num_workers=self.num_workers,
-            name=self.scaler or f"static {self.num_prefill}P{self.num_decode}D",
-            attainment=sum(_SLO.is_met(job) for job in outcome.jobs) / len(outcome.jobs),
-            worker_hours=outcome.worker_s / 3600,
-            ttft_p99_s=float(np.quantile([ttft_s(job) for job in outcome.jobs], 0.99)),
-            moves_per_hour=outcome.num_moves / hours,
-            seed=self.seed,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The outcome of a run."""
-
-    trace: str
-    num_workers: int
-    name: str
-    attainment: float
-    worker_hours: float
-    ttft_p99_s: float
-    moves_per_hour: float
-    seed: int
+        return {
+            "": self.scaler or f"static {self.num_prefill}P{self.num_decode}D",
+            "in time %": 100 * sum(_SLO.is_met(job) for job in outcome.jobs) / len(outcome.jobs),
+            "worker-hours": outcome.worker_s / 3600,
+            "TTFT p99 s": float(np.quantile([ttft_s(job) for job in outcome.jobs], 0.99)),
+            "moves/h": outcome.num_moves / hours,
+        }
 
 
 class _Static:
@@ -175,34 +160,15 @@ def main() -> None:
     args = parser.settings()
     todo = [cell for seed in args.seeds for cell in cells(args.trace, args.workers, seed)]
     todo = todo[:: 4 if args.quick else 1]
-    rows: list[Row] = []
+    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for future in [pool.submit(cell.run, 300 if args.quick else None) for cell in todo]:
-            rows.append(future.result())
-            console.print(f"[dim]{rows[-1]}[/]", soft_wrap=True)
-    _print(rows)
-    write_result("autoscaling", args, {"slo": asdict(_SLO), "rows": [asdict(row) for row in rows]})
-
-
-def _print(rows: Sequence[Row]) -> None:
-    """A table for each trace and size, best attainment first."""
-    for trace, num, seed in dict.fromkeys((row.trace, row.num_workers, row.seed) for row in rows):
-        chosen = [row for row in rows if (row.trace, row.num_workers, row.seed) == (trace, num, seed)]
-        chosen.sort(key=lambda row: -row.attainment)
-        print_table(
-            f"{trace}, {num} workers" + (f", seed {seed}" if seed else ""),
-            ["", "in time %", "worker-hours", "TTFT p99 s", "moves/h"],
-            [
-                [
-                    row.name,
-                    f"{100 * row.attainment:.1f}",
-                    f"{row.worker_hours:.2f}",
-                    f"{row.ttft_p99_s:.1f}",
-                    f"{row.moves_per_hour:.0f}",
-                ]
-                for row in chosen
-            ],
-        )
+        rows = pool.map(partial(Cell.run, num_requests=300 if args.quick else None), todo)
+        for cell, row in zip(todo, rows, strict=True):
+            console.print(f"[dim]{cell.trace}, {cell.num_workers}: {row}[/]", soft_wrap=True)
+            results[f"{cell.trace}, {cell.num_workers} workers, seed {cell.seed}"].append(row)
+    for title, found in results.items():
+        print_rows(title, sorted(found, key=itemgetter("in time %"), reverse=True))
+    write_result("autoscaling", args, results)
 
 
 if __name__ == "__main__":

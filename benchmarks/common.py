@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import shlex
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -33,12 +32,13 @@ from tandem.cli import options
 from tandem.cluster.model_store import served_name
 from tandem.loadtest.client import MeasuringClient, StreamTiming, run_measured
 from tandem.loadtest.prompts import random_prompts
+from tandem.loadtest.stats import Distribution
 from tandem.protocol.config import DEFAULT_MODEL
 from tandem.protocol.fault_boundary import undone_on_error
 from tandem.runtime.ports import free_ports
 from tandem.runtime.signals import restore_child_signals
 
-_ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent.parent  # this checkout
 _READY_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 45.0
 _CHILDREN_TIMEOUT_S = 5.0  # after their parent has ended
@@ -61,27 +61,8 @@ ONE_PAIR = Setup("1P1D", ("--prefill=1", "--decode=1"))
 ONE_PAIR_ALWAYS = Setup("1P1D, always a pair", (*ONE_PAIR.flags, "--no-local-prefill"))
 
 
-class Checkout(NamedTuple):
-    """Sources of Tandem: this checkout, or another one to compare it with."""
-
-    folder: Path
-
-    @classmethod
-    def at(cls, folder: str) -> Checkout:
-        """The checkout in this folder."""
-        return cls(Path(folder).resolve())
-
-    @property
-    def env(self) -> dict[str, str]:
-        """The environment in which Python finds these sources."""
-        return {"PYTHONPATH": str(self.folder)}
-
-
-HERE = Checkout(_ROOT)
-
-
-def checkouts(settings: argparse.Namespace) -> dict[str, Checkout]:
-    """This checkout, and before it the one of `--base` if there is one, by name."""
+def checkouts(settings: argparse.Namespace) -> dict[str, Path]:
+    """The folder of this checkout, and before it the one of `--base` if there is one, by name."""
     return ({"base": settings.base} if settings.base else {}) | {"here": HERE}
 
 
@@ -172,7 +153,7 @@ def arguments(description: str | None, *, model: bool = True, base: bool = False
     if model:
         parser.add_argument("--model", default=DEFAULT_MODEL, help="as of `tandem serve` (default: %(default)s)")
     if base:
-        parser.add_argument("--base", type=Checkout.at, metavar="FOLDER", help="another checkout to compare with")
+        parser.add_argument("--base", type=Path, metavar="FOLDER", help="another checkout to compare with")
     parser.add_argument("--quick", action="store_true", help="a short run that only shows whether the benchmark works")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same requests")
     return parser
@@ -185,7 +166,7 @@ def end_whole() -> None:
 
 
 @contextlib.contextmanager
-def serving(setup: Setup, model: str, *flags: str, checkout: Checkout = HERE) -> Iterator[Server]:
+def serving(setup: Setup, model: str, *flags: str, checkout: Path = HERE) -> Iterator[Server]:
     """A `tandem serve` on a free port, ready, for as long as the block runs."""
     port = free_port()
     command = [sys.executable, "-m", "tandem", "serve", f"--model={model}", f"--port={port}"]
@@ -195,17 +176,15 @@ def serving(setup: Setup, model: str, *flags: str, checkout: Checkout = HERE) ->
 
 
 @contextlib.contextmanager
-def routing(
-    engines: str, *flags: str, checkout: Checkout = HERE, tls: ssl.SSLContext | None = None
-) -> Iterator[tuple[str, int]]:
+def routing(engines: str, *flags: str, checkout: Path = HERE, scheme: str = "http") -> Iterator[tuple[str, int]]:
     """A `tandem route` with this file of engines, ready: its URL and the id of its process."""
     port = free_port()
-    url = f"https://localhost:{port}" if tls else f"http://127.0.0.1:{port}"
+    url = f"{scheme}://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "engines.toml")
         path.write_text(engines)
         command = [sys.executable, "-m", "tandem", "route", f"--engines={path}", f"--port={port}", *flags]
-        with launched(command, ready=f"{url}/ready", checkout=checkout, tls=tls) as running:
+        with launched(command, ready=f"{url}/ready", checkout=checkout) as running:
             yield url, running.process.pid
 
 
@@ -277,10 +256,9 @@ def launched(
     *,
     ready: str,
     env: Mapping[str, str] | None = None,
-    checkout: Checkout = HERE,
-    tls: ssl.SSLContext | None = None,
+    checkout: Path = HERE,
 ) -> Iterator[Launched]:
-    """Run a server while the block runs; `start_s` is the time until GET `ready` answered 200, over `tls` if given.
+    """Run a server while the block runs; `start_s` is the time until GET `ready` answered 200.
 
     At the end it gets SIGINT and time to stop; then it and all that it started are killed by their handles.
     """
@@ -289,8 +267,8 @@ def launched(
         started = time.perf_counter()
         process = subprocess.Popen(
             command,
-            cwd=checkout.folder,
-            env={**os.environ, **checkout.env, **(env or {})},
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": str(checkout.resolve()), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -298,15 +276,15 @@ def launched(
         )
         try:
             with undone_on_error(lambda: _print_end(log)):
-                _wait_until_ready(process, ready, log, tls)
+                _wait_until_ready(process, ready)
                 yield Launched(process, time.perf_counter() - started)
         finally:
             _stop(process)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Any, tls: ssl.SSLContext | None) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + _READY_TIMEOUT_S
-    with httpx.Client(timeout=5.0, trust_env=False, verify=tls or True) as client:
+    with httpx.Client(timeout=5.0, trust_env=False, verify=False) as client:
         while time.monotonic() < deadline:
             if process.poll() is not None:
                 raise RuntimeError(f"the server ended with code {process.returncode} before it was ready")
@@ -350,9 +328,9 @@ def free_port() -> int:
     return free_ports("127.0.0.1", 1)
 
 
-def ms(seconds: float) -> str:
-    """Milliseconds, for a table."""
-    return "-" if math.isnan(seconds) else f"{seconds * 1e3:.1f}"
+def in_ms(what: str, times: Distribution, *names: str) -> dict[str, float]:
+    """Figures of a distribution (p50, max, ...) in milliseconds, for a row."""
+    return {f"{what} {name}": 1e3 * getattr(times, name) for name in names}
 
 
 def ratio(value: float, base: float) -> float:
@@ -377,7 +355,12 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[obj
 
 def print_rows(title: str, rows: Sequence[Mapping[str, object]], caption: str = "") -> None:
     """Print a table of rows that have the same keys, which are its headings."""
-    print_table(title, list(rows[0]), [list(row.values()) for row in rows], caption)
+    print_table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], caption)
+
+
+def print_results(title: str, results: Mapping[str, Mapping[str, object]], caption: str = "") -> None:
+    """Print the rows of `measure_each`, with their names in front."""
+    print_rows(title, [{"": name, **row} for name, row in results.items()], caption)
 
 
 def _cell(value: object) -> str:
@@ -388,8 +371,8 @@ def _cell(value: object) -> str:
 
 def write_result(name: str, settings: argparse.Namespace, results: object) -> Path:
     """Write bench-results/NAME.json with everything needed to repeat the run; NaN becomes null."""
-    path = _ROOT / "bench-results" / f"{name}.json"
+    path = HERE / "bench-results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     options.write_result(path, {"settings": vars(settings), "results": results}, f"python -m benchmarks.{name}")
-    console.print(f"written to {path.relative_to(_ROOT)}")
+    console.print(f"written to {path.relative_to(HERE)}")
     return path

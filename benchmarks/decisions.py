@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.common import arguments, console, print_table, write_result
+from benchmarks.common import arguments, console, print_rows, ratio, write_result
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import IS_COMPILED, block_digests, join_digests
 from tandem.protocol.messages import BlockEvents, Role
@@ -49,8 +49,9 @@ def main() -> None:
     parser.option("--sizes", [100_000, 1_000_000, 10_000_000], "blocks in the index", quick=[10_000, 20_000])
     settings = parser.settings()
     rows = [row for num in settings.workers for row in measure(num, settings.lengths, settings.sizes, settings.seed)]
-    _show(rows, settings.lengths)
-    write_result("decisions", settings, {"decisions": rows, "digests_in": _HASHED_IN})
+    title = f"A decision in us, median of {_NUM_ROUNDS * _NUM_PROMPTS} (hashing the prompt in {_HASHED_IN}, included)"
+    print_rows(title, rows, f"aims: {_AIM_US} us at 64 workers and 8,192 tokens; 500,000 events/s")
+    write_result("decisions", settings, rows)
 
 
 class _Seconds(NamedTuple):
@@ -114,30 +115,25 @@ class _Router:
         return _Seconds(time.perf_counter() - started, hashed - started)
 
 
-def measure(num_workers: int, lengths: Sequence[int], sizes: Sequence[int], seed: int) -> list[dict[str, Any]]:
+def measure(num_workers: int, lengths: Sequence[int], sizes: Sequence[int], seed: int) -> Iterator[dict[str, Any]]:
     """Decision times for each length of prompt, with the index at each size."""
     rng = random.Random(seed)
     router = _Router(num_workers, rng)
     prompts = {length: list(_prompts(router, length, num_workers)) for length in lengths}
-    rows = []
     for size in sizes:
         gc.collect()
         before, before_bytes = len(router.index), psutil.Process().memory_info().rss
         num_applied, seconds = router.fill(size)
         gc.collect()
         num_bytes = psutil.Process().memory_info().rss - before_bytes
-        row: dict[str, Any] = {
-            "workers": num_workers,
-            "blocks": len(router.index),
-            "events_per_s": num_applied / seconds if seconds else float("nan"),
-            "bytes_per_block": num_bytes / max(len(router.index) - before, 1),
-        }
+        row: dict[str, Any] = {"workers": num_workers, "blocks": f"{len(router.index):,}"}
         for length, token_lists in prompts.items():
-            decisions, hashing = zip(*_times(router, token_lists), strict=True)
-            row[f"decision_{length}_s"], row[f"hashing_{length}_s"] = map(statistics.median, (decisions, hashing))
+            timed = zip(*_times(router, token_lists), strict=True)
+            decision_us, hashing_us = (1e6 * statistics.median(seconds) for seconds in timed)
+            row[f"{length:,} tokens"] = f"{decision_us:.0f} ({hashing_us:.0f})"
+        row["events/s"] = f"{ratio(num_applied, seconds):,.0f}"
         console.print(f"[dim]measured {num_workers} workers, {len(router.index):,} blocks[/]")
-        rows.append(row)
-    return rows
+        yield row | {"bytes per block": num_bytes / max(len(router.index) - before, 1)}
 
 
 def _prompts(router: _Router, length: int, num_workers: int) -> Iterator[list[int]]:
@@ -157,23 +153,6 @@ def _times(router: _Router, prompts: list[list[int]]) -> Iterator[_Seconds]:
             booking = router.book()  # something always changed since the last decision
             yield router.decide(token_ids)
             booking.release()
-
-
-def _show(rows: list[dict[str, Any]], lengths: Sequence[int]) -> None:
-    def us(row: dict[str, Any], length: int) -> str:
-        return f"{1e6 * row[f'decision_{length}_s']:.0f} ({1e6 * row[f'hashing_{length}_s']:.0f})"
-
-    print_table(
-        f"A decision in us (hashing the prompt in {_HASHED_IN}, included), median of {_NUM_ROUNDS * _NUM_PROMPTS}",
-        ["workers", "blocks", *(f"{length:,} tokens" for length in lengths), "events/s", "bytes per block"],
-        [
-            [row["workers"], f"{row['blocks']:,}"]
-            + [us(row, length) for length in lengths]
-            + [f"{row['events_per_s']:,.0f}", f"{row['bytes_per_block']:.0f}"]
-            for row in rows
-        ],
-        caption=f"aims: {_AIM_US} us at 64 workers and 8,192 tokens; 500,000 events/s",
-    )
 
 
 if __name__ == "__main__":

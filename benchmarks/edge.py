@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import httptools
@@ -29,16 +30,15 @@ import psutil
 
 from benchmarks.common import (
     HERE,
-    Checkout,
     arguments,
     console,
     engines_toml,
     free_port,
+    in_ms,
     launched,
     measure_each,
     mock_engines,
-    ms,
-    print_table,
+    print_results,
     ratio,
     routing,
     write_result,
@@ -92,21 +92,18 @@ class Measured:
     first_s: list[float] = field(default_factory=list)  # from a request to the first bytes of its answer's body
     gap_s: list[float] = field(default_factory=list)  # longest time between two reads, of each stream
 
-    def to_json(self) -> dict[str, Any]:
-        """The figures of the table, with the raw counts."""
+    def row(self) -> dict[str, float]:
+        """The figures of the table."""
         first, gap = Distribution.of(self.first_s), Distribution.of(self.gap_s)
         return {
-            "p50_s": first.p50,
-            "p99_s": first.p99,
-            "gap_p50_s": gap.p50,
-            "requests_per_s": ratio(self.num_answers, self.seconds),
-            "chunks_per_s": ratio(self.num_chunks, self.seconds),
-            "requests_per_cpu_s": ratio(self.num_answers, self.cpu_s),
-            "chunks_per_cpu_s": ratio(self.num_chunks, self.cpu_s),
-            "cpu_share": ratio(self.cpu_s, self.seconds),
-            "num_answers": self.num_answers,
-            "num_wrong": self.num_wrong,
-            "first_wrong": self.first_wrong,
+            **in_ms("first byte", first, "p50", "p99"),
+            **in_ms("gap", gap, "p50"),
+            "req/s": ratio(self.num_answers, self.seconds),
+            "chunks/s": ratio(self.num_chunks, self.seconds),
+            "req/CPU-s": ratio(self.num_answers, self.cpu_s),
+            "chunks/CPU-s": ratio(self.num_chunks, self.cpu_s),
+            "cores": ratio(self.cpu_s, self.seconds),
+            "wrong": self.num_wrong,
         }
 
 
@@ -265,7 +262,7 @@ class Target:
 
 
 @contextlib.contextmanager
-def route(workers: list[str], num_processes: int, checkout: Checkout = HERE) -> Iterator[Target]:
+def route(workers: list[str], num_processes: int, checkout: Path = HERE) -> Iterator[Target]:
     """A `tandem route` in front of engines."""
     flags = f"--router-processes={num_processes}"
     with routing(engines_toml(workers), flags, checkout=checkout) as (url, pid):
@@ -298,32 +295,29 @@ async def _measure_target(target: Target, *, seconds: float, concurrency: int) -
     found: dict[str, Any] = {}
     for shape in SHAPES:
         measured = await target.measure(shape, seconds, concurrency)
-        found[shape.name] = measured.to_json()
+        found[shape.name] = measured.row()
         if measured.num_wrong:
             console.print(f"[red]{target.name}, {shape.name}: {measured.num_wrong} wrong:[/] {measured.first_wrong}")
     return found
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:
-    unknown = {"p50_s": math.nan, "p99_s": math.nan}
+    """A table for each shape. A router's times to the first byte are shown as what it adds to those without one."""
     for shape in SHAPES:
-        rows = []
-        for name, found in results.items():
-            one, base = found[shape.name], results.get(_DIRECT, {}).get(shape.name, unknown)
-            added = [ms(one[key] - (0.0 if name == _DIRECT else base[key])) for key in ("p50_s", "p99_s")]
-            rates = [one[key] for key in ("requests_per_s", "chunks_per_s", "requests_per_cpu_s", "chunks_per_cpu_s")]
-            rows.append([name, *added, ms(one["gap_p50_s"]), *rates, one["cpu_share"], one["num_wrong"]])
-        headings = ["", "+p50 ms", "+p99 ms", "gap p50", "req/s", "chunks/s", "req/CPU-s", "chunks/CPU-s", "cores"]
-        print_table(
+        rows = {name: dict(found[shape.name]) for name, found in results.items()}
+        direct = dict(rows.get(_DIRECT, {}))
+        for name, row in rows.items():
+            if name != _DIRECT:
+                row |= {key: row[key] - direct.get(key, math.nan) for key in row if key.startswith("first byte")}
+        print_results(
             f"{shape.name}: {shape.num_tokens} tokens" + (f", {shape.step_ms} ms a step" if shape.step_ms else ""),
-            [*headings, "wrong"],
             rows,
-            f"ms to the first bytes, added to those of '{_DIRECT}'; gap: longest pause of a stream",
+            f"ms to the first byte, added to those of '{_DIRECT}'; gap: ms of the longest pause of a stream",
         )
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, model=False)
     parser.option("--smg", "", "path of the program smg")
     parser.option("--sglang-python", "", "path of a Python that has sglang-router")
     parser.option("--vllm-router", "", "path of the program vllm-router")

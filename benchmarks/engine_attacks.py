@@ -9,12 +9,11 @@ bytes and time.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -26,40 +25,18 @@ MODEL = "hostile"
 PROBED_S = 6.0  # how long an attack by answers to probes or by KV events lasts
 _BLOCK = 1 << 16  # bytes written at once
 _STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n"
-_JSON = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\nconnection: close\r\n"
+_JSON = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
 _TEXT = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain%b\r\nconnection: close\r\n"
-_CHUNKED = b"transfer-encoding: chunked\r\n"
+_CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+_METRICS = _TEXT % b"" + b"\r\n"
+_INTERIM = b"HTTP/1.1 103 X\r\n\r\n"
 _LOAD = b'vllm:num_requests_running{engine="0"} 0\nvllm:num_requests_waiting{engine="0"} 0\n'
 _CACHE = b'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="4096"} 1\n'
 _PIECE = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
-_USED = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],"usage":{"prompt_tokens":1}}\n\n'
-
-
-def _repeated(unit: bytes, num_bytes: int) -> Iterator[bytes]:
-    block = unit * max(1, _BLOCK // len(unit))
-    for _ in range(num_bytes // len(block) + 1):
-        yield block
-
-
-def _metrics(*, charset: bytes = b"") -> bytes:
-    return _TEXT % charset + b"\r\n"
-
-
-def _lists(num_bytes: int) -> Iterator[bytes]:
-    return _repeated(b"[],", num_bytes)
-
-
-def _usage_events() -> Iterator[bytes]:
-    for _ in range(20):
-        yield b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],"usage":{"prompt_tokens":1,"more":['
-        yield from _lists(900_000)
-        yield b"[]]}}\n\n"
-
-
-def _unfinished_ids() -> Iterator[bytes]:
-    yield _PIECE
-    for _ in range(5):
-        yield b'data: {"choices":[' + b'"token_ids":[' * 10_000 + b"}\n\n"
+_ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant"}}]}\n\n'
+_USED = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],"usage":{"prompt_tokens":1%b}}\n\n'
+_MUCH_USED = _USED % (b',"more":[' + b"[]," * 300_000 + b"[]]")
+_UNFINISHED_IDS = b'data: {"choices":[' + b'"token_ids":[' * 10_000 + b"}\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,95 +44,88 @@ class Attack:
     """What the engine sends, and in answer to what. `num_clients` requests for an answer are made at once."""
 
     name: str
-    wire: Callable[[], Iterable[bytes]]
+    unit: bytes  # sent again and again
+    num_bytes: int  # of all units
+    start: bytes = _STREAM + b"\r\n"
+    end: bytes = b""
     path: str = "/v1/chat/completions"  # or one of the probes, or "kv" for events
     num_clients: int = 1
     is_stream: bool = True
-    pause_s: float = 0.0  # after each block: the router reads them one by one
+    pause_s: float = 0.0  # after each unit: the router reads them one by one
+
+    def blocks(self) -> Iterator[bytes]:
+        """What is written at once, in order."""
+        block = self.unit if self.pause_s else self.unit * max(1, _BLOCK // len(self.unit))
+        yield self.start
+        for _ in range(self.num_bytes // len(block) + 1):
+            yield block
+        yield self.end
 
 
-def _stream(*parts: Iterable[bytes]) -> Iterator[bytes]:
-    return itertools.chain([_STREAM + b"\r\n"], *parts)
-
-
-def _kv_batch(events: bytes, count: int) -> bytes:
+def _kv_batch(events: bytes, count: int = 1) -> bytes:
     return b"\x93\xcb" + bytes(8) + b"\xdd" + count.to_bytes(4, "big") + events + b"\x00"
 
 
+def _kv_event(kind: str, hashes: list[int], **fields: object) -> bytes:
+    return _kv_batch(msgspec.msgpack.encode({"type": kind, "block_hashes": hashes, "medium": "GPU", **fields}))
+
+
 def _big_kv_event() -> bytes:
-    event = {
-        "type": "BlockStored",
-        "block_hashes": list(range(180_000)),
-        "parent_block_hash": None,
-        "token_ids": [1] * 3_000_000,
-        "block_size": 16,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-    }
-    return _kv_batch(msgspec.msgpack.encode(event), 1)
-
-
-def _small_kv_events() -> Iterator[bytes]:
-    for number in itertools.count():
-        event = {"type": "BlockRemoved", "block_hashes": [number], "medium": "GPU"}
-        yield _kv_batch(msgspec.msgpack.encode(event), 1)
+    fields = {"parent_block_hash": None, "block_size": 16, "lora_id": None, "lora_name": None}
+    return _kv_event("BlockStored", list(range(180_000)), token_ids=[1] * 3_000_000, **fields)
 
 
 ATTACKS = (
-    Attack("36 MB of comments", lambda: _stream(_repeated(b":\n\n", 36_000_000))),
+    Attack("36 MB of comments", b":\n\n", 36_000_000),
     Attack(
         "one event without an end",
-        lambda: _stream([b'data: {"choices":[{"text":"'], itertools.repeat(b"a" * 8192, 1_900)),
+        b"a" * 8192,
+        15_500_000,
+        start=_STREAM + b'\r\ndata: {"choices":[{"text":"',
         pause_s=0.0005,
     ),
-    Attack("3 million tiny events", lambda: _stream(_repeated(b"data: {}\n\n", 30_000_000))),
-    Attack("no attack: 64 streams of text", lambda: _stream(_repeated(_PIECE, 4_000_000)), num_clients=64),
-    Attack("tiny events, 64 streams", lambda: _stream(_repeated(b"data: {}\n\n", 1_000_000)), num_clients=64),
-    Attack(
-        "roles, no token",
-        lambda: _stream(_repeated(b'data: {"choices":[{"index":0,"delta":{"role":"assistant"}}]}\n\n', 20_000_000)),
-    ),
-    Attack("0.9 MB events with usage", lambda: _stream(_usage_events())),
-    Attack("0.9 MB events with usage, 64 streams", lambda: _stream(_usage_events()), num_clients=64),
-    Attack("pieces with usage, 200 streams", lambda: _stream(_repeated(_USED, 2_000_000)), num_clients=200),
-    Attack("token ids without an end", lambda: _stream(_unfinished_ids())),
-    Attack(
-        "chunks of one byte",
-        lambda: itertools.chain([_STREAM + _CHUNKED + b"\r\n"], _repeated(b"1\r\n:\r\n", 20_000_000)),
-    ),
-    Attack("interim answers", lambda: _repeated(b"HTTP/1.1 103 X\r\n\r\n", 10_000_000)),
+    Attack("3 million tiny events", b"data: {}\n\n", 30_000_000),
+    Attack("no attack: 64 streams of text", _PIECE, 4_000_000, num_clients=64),
+    Attack("tiny events, 64 streams", b"data: {}\n\n", 1_000_000, num_clients=64),
+    Attack("roles, no token", _ROLE, 20_000_000),
+    Attack("0.9 MB events with usage", _MUCH_USED, 18_000_000),
+    Attack("0.9 MB events with usage, 64 streams", _MUCH_USED, 18_000_000, num_clients=64),
+    Attack("pieces with usage, 200 streams", _USED % b"", 2_000_000, num_clients=200),
+    Attack("token ids without an end", _UNFINISHED_IDS, 600_000, start=_STREAM + b"\r\n" + _PIECE),
+    Attack("chunks of one byte", b"1\r\n:\r\n", 20_000_000, start=_STREAM + _CHUNKED),
+    Attack("interim answers", _INTERIM, 10_000_000, start=b""),
     Attack(
         "plain answer, 30 MB of lists",
-        lambda: [_JSON % 200 + b'\r\n{"choices":[', *_lists(30_000_000), b"[]]}"],
+        b"[],",
+        30_000_000,
+        start=_JSON % 200 + b'{"choices":[',
+        end=b"[]]}",
         is_stream=False,
     ),
     Attack(
         "error of 30 MB of lists",
-        lambda: [_JSON % 400 + b'\r\n{"error":{"message":[', *_lists(30_000_000), b"[]]}}"],
+        b"[],",
+        30_000_000,
+        start=_JSON % 400 + b'{"error":{"message":[',
+        end=b"[]]}}",
         is_stream=False,
     ),
-    Attack("/metrics, 5.4 MB of load", lambda: [_metrics(), *_repeated(_LOAD, 5_400_000)], "/metrics"),
-    Attack("/metrics, 7.9 MB of lines", lambda: [_metrics(), *_repeated(b"\n", 7_800_000)], "/metrics"),
-    Attack(
-        "/metrics in punycode",
-        lambda: [_metrics(charset=b"; charset=punycode"), *_repeated(b"a", 400_000)],
-        "/metrics",
-    ),
-    Attack(
-        "/metrics, chunks of one byte",
-        lambda: itertools.chain([_TEXT % b"" + _CHUNKED + b"\r\n"], _repeated(b"1\r\na\r\n", 6_000_000)),
-        "/metrics",
-    ),
+    Attack("/metrics, 5.4 MB of load", _LOAD, 5_400_000, start=_METRICS, path="/metrics"),
+    Attack("/metrics, 7.9 MB of lines", b"\n", 7_800_000, start=_METRICS, path="/metrics"),
+    Attack("/metrics in punycode", b"a", 400_000, start=_TEXT % b"; charset=punycode" + b"\r\n", path="/metrics"),
+    Attack("/metrics, chunks of one byte", b"1\r\na\r\n", 6_000_000, start=_TEXT % b"" + _CHUNKED, path="/metrics"),
     Attack(
         "/v1/models, 7.5 MB of lists",
-        lambda: [_JSON % 200 + b'\r\n{"data":[', *_lists(7_500_000), b"[]]}"],
-        "/v1/models",
+        b"[],",
+        7_500_000,
+        start=_JSON % 200 + b'{"data":[',
+        end=b"[]]}",
+        path="/v1/models",
     ),
-    Attack("/health, interim answers", lambda: _repeated(b"HTTP/1.1 103 X\r\n\r\n", 20_000_000), "/health"),
-    Attack("KV events of 4 MB", lambda: itertools.repeat(_kv_batch(b"\x80" * 4_000_000, 4_000_000)), "kv"),
-    Attack("KV events of 180,000 blocks", lambda: itertools.repeat(_big_kv_event()), "kv"),
-    Attack("KV events without an end", _small_kv_events, "kv"),
+    Attack("/health, interim answers", _INTERIM, 20_000_000, start=b"", path="/health"),
+    Attack("KV events of 4 MB", _kv_batch(b"\x80" * 4_000_000, 4_000_000), 0, path="kv"),
+    Attack("KV events of 180,000 blocks", _big_kv_event(), 0, path="kv"),
+    Attack("KV events without an end", _kv_event("BlockRemoved", [0]), 0, path="kv"),
 )
 _BY_NAME = {attack.name: attack for attack in ATTACKS}
 
@@ -210,7 +180,7 @@ class _Engine:
             task.add_done_callback(self._tasks.discard)
 
     async def _attack(self, attack: Attack, writer: asyncio.StreamWriter) -> None:
-        for block in attack.wire():
+        for block in attack.blocks():
             writer.write(block)
             await writer.drain()
             if attack.pause_s:
@@ -220,12 +190,10 @@ class _Engine:
 
     async def _publish(self, attack: Attack) -> None:
         ends_s = time.monotonic() + PROBED_S
-        for payload in attack.wire():
-            if self._armed is not attack or time.monotonic() > ends_s:
-                return
-            await self._events.send_multipart([b"kv", self._number.to_bytes(8, "big"), payload])
+        while self._armed is attack and time.monotonic() < ends_s:
+            await self._events.send_multipart([b"kv", self._number.to_bytes(8, "big"), attack.unit])
             self._number += 1
-            if len(payload) > _BLOCK or self._number % 200 == 0:
+            if len(attack.unit) > _BLOCK or self._number % 200 == 0:
                 await asyncio.sleep(0.002)
 
     async def _answer_replays(self) -> None:

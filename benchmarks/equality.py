@@ -61,11 +61,6 @@ class Case:
     num_primed: int = 0
     tail: tuple[int, ...] = ()
 
-    @property
-    def num_answers(self) -> int:
-        """Answers that are compared."""
-        return 2 if self.tail else 1
-
 
 class Answer(NamedTuple):
     """The answer to one prompt."""
@@ -101,7 +96,7 @@ _PASSES = (
     Pass("sampled, 8 at once", _SAMPLED, 8, "sampled at once"),
 )
 
-References = dict[float, list[Answer]]  # by temperature: answers of all cases in order
+References = dict[float, list[list[Answer]]]  # by temperature: the answers of each case
 
 
 def main() -> int:
@@ -109,17 +104,17 @@ def main() -> int:
     parser.option("--output-tokens", 24, quick=8)
     parser.option("--repeat", 3, "cases of each short length", quick=1)
     settings = parser.settings()
-    results: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     cases: list[Case] = []
     references: References = {}
     for setup in (COLOCATED, ONE_PAIR_ALWAYS, ONE_PAIR):
         with serving(setup, settings.model) as server:
             # All set-ups get the same prompts: second turns carry the colocated server's answers.
             cases = cases or run_measured(make_cases(server, settings))
-            results[setup.name] = run_measured(measure(server, settings, cases, references))
-    _show(results, cases)
-    write_result("equality", settings, {"num_cases": len(cases), "setups": results})
-    return int(any(row["num_equal"] < row["num_answers"] for result in results.values() for row in result["passes"]))
+            rows += run_measured(measure(server, settings, cases, references))
+    print_rows(f"{len(cases)} cases, compared with colocated, 1 at a time", rows)
+    write_result("equality", settings, rows)
+    return int(any(row["equal"] < row["answers"] for row in rows))
 
 
 async def make_cases(server: Server, settings: argparse.Namespace) -> list[Case]:
@@ -141,30 +136,26 @@ async def make_cases(server: Server, settings: argparse.Namespace) -> list[Case]
 
 async def measure(
     server: Server, settings: argparse.Namespace, cases: Sequence[Case], references: References
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """All passes over one server. The first server to come fills `references`."""
     rows = []
     for a_pass in _PASSES:
         temperature = a_pass.sampling["temperature"]
-        answers = await _run_pass(server, settings, cases, a_pass, references.get(temperature))
-        reference = references.setdefault(temperature, answers)
-        different = [idx for idx, answer in enumerate(answers) if not answer.equals(reference[idx])]
-        rows.append(
-            {
-                "pass": a_pass.name,
-                "num_answers": len(answers),
-                "num_equal": len(answers) - len(different),
-                "num_with_hits": sum(answer.num_cached_tokens > 0 for answer in answers),
-                "num_cached_tokens": sum(answer.num_cached_tokens for answer in answers),
-                "differences": [[answers[idx].text, reference[idx].text] for idx in different],
-            }
-        )
-        console.print(f"  {server.name}, {a_pass.name}: {len(answers) - len(different)} of {len(answers)} equal")
-    return {
-        "passes": rows,
-        "num_handoffs": (await server.client.request_json("GET", "/v1/pools"))["num_handoffs"],
-        "check": await server.client.request_json("POST", "/v1/pools/check"),
-    }
+        by_case = await _run_pass(server, settings, cases, a_pass, references.get(temperature))
+        expected = references.setdefault(temperature, by_case)
+        pairs = [pair for both in zip(by_case, expected, strict=True) for pair in zip(*both, strict=True)]
+        different = [pair for pair in pairs if not pair[0].equals(pair[1])]
+        cached = [answer.num_cached_tokens for answer, _ in pairs]
+        row = {"set-up": server.name, "pass": a_pass.name, "answers": len(pairs), "equal": len(pairs) - len(different)}
+        rows.append(row | {"with hits": sum(num > 0 for num in cached), "cached tokens": sum(cached)})
+        console.print(f"  {server.name}, {a_pass.name}: {rows[-1]['equal']} of {len(pairs)} equal")
+        for answer, reference in different:
+            console.print(f"  {answer} is not {reference}", markup=False, soft_wrap=True)
+    num_handoffs = (await server.client.request_json("GET", "/v1/pools"))["num_handoffs"]
+    check = await server.client.request_json("POST", "/v1/pools/check")
+    idle = "idle, books in order" if check["idle"] else f"NOT idle: {check['workers']}"
+    console.print(f"{server.name}: {num_handoffs} handoffs; at the end {idle}")
+    return rows
 
 
 async def _run_pass(
@@ -172,17 +163,16 @@ async def _run_pass(
     settings: argparse.Namespace,
     cases: Sequence[Case],
     a_pass: Pass,
-    reference: Sequence[Answer] | None,
-) -> list[Answer]:
+    references: list[list[Answer]] | None,
+) -> list[list[Answer]]:
     limit = asyncio.Semaphore(a_pass.concurrency)
-    starts = [sum(case.num_answers for case in cases[:idx]) for idx in range(len(cases))]
 
-    async def run(case: Case, seed: int, start: int) -> list[Answer]:
+    async def run(number: int, case: Case) -> list[Answer]:
         body = {
             "model": server.model,
             "max_tokens": settings.output_tokens,
             "ignore_eos": True,
-            "seed": seed,
+            "seed": number,
             "cache_salt": a_pass.salt,
             **a_pass.sampling,
             **({"logprobs": 0} if a_pass.concurrency == 1 else {}),
@@ -192,7 +182,7 @@ async def _run_pass(
                 await _ask(server, body | {"prompt": case.prompt[: case.num_primed], "max_tokens": 1})
             answers = [await _ask(server, body | {"prompt": case.prompt})]
             if case.tail:
-                said = answers[0] if reference is None else reference[start]
+                said = answers[0] if references is None else references[number][0]
                 tokens = await server.client.request_json(
                     "POST", "/tokenize", {"prompt": said.text, "add_special_tokens": False}
                 )
@@ -200,8 +190,7 @@ async def _run_pass(
                 answers.append(await _ask(server, body | {"prompt": prompt}))
             return answers
 
-    runs = (run(case, idx, start) for idx, (case, start) in enumerate(zip(cases, starts, strict=True)))
-    return [answer for answers in await asyncio.gather(*runs) for answer in answers]
+    return await asyncio.gather(*(run(number, case) for number, case in enumerate(cases)))
 
 
 async def _ask(server: Server, body: dict[str, Any]) -> Answer:
@@ -213,25 +202,6 @@ async def _ask(server: Server, body: dict[str, Any]) -> Answer:
         (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         tuple(choice["logprobs"]["tokens"]) if choice.get("logprobs") else None,
     )
-
-
-def _show(results: dict[str, Any], cases: Sequence[Case]) -> None:
-    rows = [
-        {
-            "set-up": name,
-            "pass": row["pass"],
-            "equal": f"{row['num_equal']} / {row['num_answers']}",
-            "with hits": row["num_with_hits"],
-            "cached tokens": row["num_cached_tokens"],
-        }
-        for name, result in results.items()
-        for row in result["passes"]
-    ]
-    num_answers = sum(case.num_answers for case in cases)
-    print_rows(f"{len(cases)} cases with {num_answers} answers, compared with colocated, 1 at a time", rows)
-    for name, result in results.items():
-        idle = "idle, books in order" if result["check"]["idle"] else f"NOT idle: {result['check']['workers']}"
-        console.print(f"{name}: {result['num_handoffs']} handoffs; at the end {idle}")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-from dataclasses import asdict
 from typing import Any
 
-from benchmarks.common import ONE_PAIR_ALWAYS, Server, arguments, ms, print_table, serving, write_result
+from benchmarks.common import ONE_PAIR_ALWAYS, Server, arguments, in_ms, print_rows, serving, write_result
 from tandem.loadtest.client import StreamTiming, run_measured
 from tandem.loadtest.stats import Distribution
 
@@ -29,22 +28,9 @@ def main() -> None:
     parser.option("--output-tokens", 24)
     settings = parser.settings()
     with serving(ONE_PAIR_ALWAYS, settings.model) as server:
-        results = {num: run_measured(measure(server, settings, num)) for num in settings.prompt_tokens}
-    print_table(
-        f"Exposed KV transfer, {settings.requests} requests of each length, one at a time",
-        ["prompt tokens", "TTFT ms", "second token after ms", "decode step ms", "exposed ms p50", "max", "of TTFT"],
-        [
-            [
-                length,
-                *(ms(result[name]) for name in ("ttft_s", "second_token_s", "step_s")),
-                *(ms(result["exposed_s"][name]) for name in ("p50", "max")),
-                f"{result['share_of_ttft']:.2%}",
-            ]
-            for length, result in results.items()
-        ],
-        caption="medians",
-    )
-    write_result("exposure", settings, results)
+        rows = [run_measured(measure(server, settings, num)) for num in settings.prompt_tokens]
+    print_rows(f"Exposed KV transfer, {settings.requests} requests of each length, one at a time", rows, "medians")
+    write_result("exposure", settings, rows)
 
 
 async def measure(server: Server, settings: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
@@ -58,12 +44,14 @@ async def measure(server: Server, settings: argparse.Namespace, num_tokens: int)
         timings.append(timing)
         await asyncio.sleep(0.1)  # keeps the server's end-of-request work out of the next request
     timings = timings[1:]  # the first request connects the two workers
+    exposed = Distribution.of(exposed_s(timing) for timing in timings)
     return {
-        "ttft_s": statistics.median(timing.ttft_s for timing in timings),
-        "second_token_s": statistics.median(timing.itl_s[0] for timing in timings),
-        "step_s": statistics.median(statistics.median(timing.itl_s[1:]) for timing in timings),
-        "exposed_s": asdict(Distribution.of(exposed_s(timing) for timing in timings)),
-        "share_of_ttft": statistics.median(exposed_s(timing) / timing.ttft_s for timing in timings),
+        "prompt tokens": num_tokens,
+        "TTFT ms": 1e3 * statistics.median(timing.ttft_s for timing in timings),
+        "second token after ms": 1e3 * statistics.median(timing.itl_s[0] for timing in timings),
+        "decode step ms": 1e3 * statistics.median(statistics.median(timing.itl_s[1:]) for timing in timings),
+        **in_ms("exposed ms", exposed, "p50", "max"),
+        "% of TTFT": 100 * statistics.median(exposed_s(timing) / timing.ttft_s for timing in timings),
     }
 
 

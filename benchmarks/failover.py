@@ -24,11 +24,12 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import Server, Setup, arguments, console, print_table, serving, until_idle, write_result
+from benchmarks.common import Server, Setup, arguments, print_rows, serving, until_idle, write_result
 from tandem.loadtest.client import StreamTiming, run_measured
 from tandem.loadtest.stats import Distribution
 
 _TOKEN_IDS = range(1000, 4000)  # valid in any model with a vocabulary of a few thousand
+_PROMPT_TOKENS = 200
 _POOL = "--pool-bytes=500000000"
 _READY_S = 120.0  # for the victim's successor
 _ONE_AND_TWO = Setup("1P2D", ("--prefill=1", "--decode=2", "--no-local-prefill"))
@@ -53,25 +54,24 @@ _CASES = (
 def main() -> int:
     parser = arguments(__doc__)
     parser.option("--streams", 16, quick=4)
-    parser.option("--input-tokens", 200)
     parser.option("--output-tokens", 200, quick=60)
     parser.option("--copy-kv-tokens", 0, "as of `tandem serve`")
     parser.option("--cases", [case.name for case in _CASES], "of the three above")
     parser.option("--kill-after-s", 8.0, "from the first request", quick=2.0)
     settings = parser.settings()
-    results = {}
+    rows = []
     for case in (one for one in _CASES if one.name in settings.cases):
         with serving(_ONE_AND_TWO, settings.model, _POOL, f"--copy-kv-tokens={settings.copy_kv_tokens}") as server:
-            results[case.name] = run_measured(measure(server, case, settings))
-    _show(results)
-    write_result("failover", settings, results)
-    return 1 if any(one["num_failed"] or one["num_wrong"] for one in results.values()) else 0
+            rows.append({"killed": case.name, **run_measured(measure(server, case, settings))})
+    print_rows("kill -9 of a worker under its streams", rows)
+    write_result("failover", settings, rows)
+    return int(any(row["failed"] or row["wrong"] for row in rows))
 
 
 async def measure(server: Server, case: Case, settings: argparse.Namespace) -> dict[str, Any]:
     """Kill the worker under the streams, then send the same requests again."""
     rng = random.Random(settings.seed)
-    prompts = [rng.choices(_TOKEN_IDS, k=settings.input_tokens) for _ in range(settings.streams)]
+    prompts = [rng.choices(_TOKEN_IDS, k=_PROMPT_TOKENS) for _ in range(settings.streams)]
 
     async def send(number: int) -> StreamTiming:
         return await server.client.stream_completion(
@@ -96,13 +96,15 @@ async def measure(server: Server, case: Case, settings: argparse.Namespace) -> d
     again = [await send(number) for number in range(settings.streams)]
     _, held = await until_idle(server, _READY_S)
     pauses_s = sorted((pause for timing in timings if (pause := _pause_s(timing, killed_s)) is not None), reverse=True)
+    silence = Distribution.of(pauses_s[:num_moved])  # those that moved paused longest
+    errors = [timing.error for timing in (*timings, *again) if timing.error]
     return {
-        "num_moved": num_moved,
-        "num_failed": sum(bool(timing.error) for timing in (*timings, *again)),
-        "first_error": next((timing.error for timing in (*timings, *again) if timing.error), ""),
-        "num_wrong": sum(one.text != other.text for one, other in zip(timings, again, strict=True)),
-        "held": held,
-        "pause_s": Distribution.of(pauses_s[:num_moved]),  # those that moved paused longest
+        "streams moved": num_moved,
+        "silence p50, s": silence.p50,
+        "max, s": silence.max,
+        "failed": len(errors),
+        "wrong": sum(one.text != other.text for one, other in zip(timings, again, strict=True)),
+        "first error, and what is held": " ".join([*errors[:1], *map(str, held.items())]),
     }
 
 
@@ -111,18 +113,6 @@ def _pause_s(timing: StreamTiming, killed_s: float) -> float | None:
     times_s = [timing.started_s, *timing.event_times_s]
     gaps_s = [later - max(earlier, killed_s) for earlier, later in itertools.pairwise(times_s) if later > killed_s]
     return max(gaps_s, default=None)
-
-
-def _show(results: dict[str, dict[str, Any]]) -> None:
-    rows = [
-        [name, one["num_moved"], one["pause_s"].p50, one["pause_s"].max, one["num_failed"], one["num_wrong"]]
-        for name, one in results.items()
-    ]
-    headings = ["killed", "streams moved", "silence p50, s", "max, s", "failed", "wrong"]
-    print_table("kill -9 of a worker under its streams", headings, rows)
-    for name, one in results.items():
-        if one["held"] or one["first_error"]:
-            console.print(f"[red]{name}[/]: {one['first_error']} {one['held']}")
 
 
 if __name__ == "__main__":

@@ -16,20 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from benchmarks import engine_attacks
 from benchmarks.common import (
-    Checkout,
     arguments,
     checkouts,
     console,
@@ -37,43 +35,20 @@ from benchmarks.common import (
     free_port,
     launched,
     mock_engines,
-    print_table,
+    print_rows,
+    ratio,
     routing,
     write_result,
 )
 from benchmarks.engine_attacks import ATTACKS, PROBED_S, Attack
-from benchmarks.watch import GAP, HEALTH, MAX_HEALTH_S, Waits, Watched, longest_s, taken, watching
+from benchmarks.watch import GAP, HEALTH, MAX_HEALTH_S, Watched, asked, chat, longest_s, taken, watching
 from tandem.cluster.model_store import resolve_model
 from tandem.loadtest.client import run_measured
 
 _LONGEST_S = 15.0  # of an attack by an answer: its clients leave then
 _SETTLE_S = 3.0
-_CHAT = "/v1/chat/completions"
-_HEAD = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 _FLAGS = ("--probe-interval-s=0.5", "--engine-stall-s=0")
-
-
-class Longest(NamedTuple):
-    """The longest waits in seconds: for /health, and of the other engine's stream for its next token."""
-
-    health_s: float
-    gap_s: float
-
-    @classmethod
-    def of(cls, waits: Waits) -> Longest:
-        """The longest of these."""
-        return cls(longest_s(waits[HEALTH]), longest_s(waits[GAP]))
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What was seen while one attack was made."""
-
-    attack: str
-    waits: Longest
-    undisturbed: Longest  # of the router without the hostile engine, at the same time
-    duration_s: float
-    end: str  # of what a client of the attacking engine got
+Row = dict[str, Any]
 
 
 def main() -> int:
@@ -82,33 +57,34 @@ def main() -> int:
     settings = parser.settings()
     attacks = [attack for attack in ATTACKS if settings.only in attack.name][:: 5 if settings.quick else 1]
     found = {name: _measured(one, settings.model, attacks) for name, one in checkouts(settings).items()}
-    _print(found)
-    write_result("hostile_engines", settings, {name: [asdict(one) for one in seen] for name, seen in found.items()})
-    is_held_up = any(one.waits.health_s > max(MAX_HEALTH_S, 2 * one.undisturbed.health_s) for one in found["here"])
+    caption = "gap: the longest pause of another engine's stream, 20 ms a token; calm: of a router without the attacker"
+    for name, rows in found.items():
+        print_rows(f"Hostile engines, {name}", rows, caption)
+    write_result("hostile_engines", settings, found)
+    is_held_up = any(row["/health s"] > max(MAX_HEALTH_S, 2 * row["calm /health s"]) for row in found["here"])
     return int(is_held_up and not settings.quick)
 
 
-def _measured(checkout: Checkout, model: str, attacks: Sequence[Attack]) -> list[Seen]:
+def _measured(checkout: Path, model: str, attacks: Sequence[Attack]) -> list[Row]:
     """What is seen of each attack. Each has a router of its own, as one may end it."""
     seen = []
     with (
         mock_engines(1) as engines,
         routing(good := engines_toml(engines), *_FLAGS, checkout=checkout) as (calm_url, _),
-        _watching(calm_url) as calm,
+        watching(_watched(calm_url), HEALTH, GAP) as calm,
     ):
         for attack in attacks:
             with (
                 _hostile_engine(model) as (bad_url, toml),
                 routing(toml + good, *_FLAGS, checkout=checkout) as (url, _),
-                _watching(url) as watch,
+                watching(_watched(url), HEALTH, GAP) as watch,
             ):
                 seen.append(run_measured(_attacked(url, bad_url, attack, watch, calm)))
-            console.print(f"[dim]{seen[-1]}[/]", soft_wrap=True)
     return seen
 
 
-def _watching(url: str) -> contextlib.AbstractContextManager[Connection]:
-    return watching(Watched(urlsplit(url).port or 0), HEALTH, GAP)
+def _watched(url: str) -> Watched:
+    return Watched(urlsplit(url).port or 0)
 
 
 @contextlib.contextmanager
@@ -126,60 +102,39 @@ def _hostile_engine(model: str) -> Iterator[tuple[str, str]]:
         )
 
 
-async def _attacked(url: str, engine_url: str, attack: Attack, watch: Connection, calm: Connection) -> Seen:
+async def _attacked(url: str, engine_url: str, attack: Attack, watch: Connection, calm: Connection) -> Row:
+    """The longest waits during an attack: for /health, and of the other engine's stream for its next token."""
     await asyncio.sleep(_SETTLE_S)  # until both engines are probed and the stream runs
     taken(watch), taken(calm)
-    began_s, end = time.monotonic(), ""
+    began_s = time.monotonic()
     async with httpx.AsyncClient(base_url=engine_url, trust_env=False) as engine:
         await engine.post("/arm", content=attack.name)
-        if attack.path == _CHAT:
-            end, *_ = await asyncio.gather(*(_attacked_client(url, attack) for _ in range(attack.num_clients)))
+        if attack.path.startswith("/v1/chat"):
+            clients = (_attacked_client(_watched(url), attack) for _ in range(attack.num_clients))
+            end, *_ = await asyncio.gather(*clients)
+            console.print(f"{attack.name}: its client got {end!r} at the end", markup=False, soft_wrap=True)
         else:
             await asyncio.sleep(PROBED_S)
         duration_s = time.monotonic() - began_s
         await engine.post("/disarm")
     await asyncio.sleep(1.0)  # for work that it left behind
-    waits = taken(watch, is_end=True)
-    return Seen(attack.name, Longest.of(waits), Longest.of(taken(calm)), duration_s, end)
+    (health_s, gap_s), (calm_health_s, calm_gap_s) = (
+        (longest_s(waits[HEALTH]), longest_s(waits[GAP])) for waits in (taken(watch, is_end=True), taken(calm))
+    )
+    row = {"attack": attack.name, "/health s": health_s, "calm /health s": calm_health_s, "gap s": gap_s}
+    return row | {"calm gap s": calm_gap_s, "x": ratio(gap_s, calm_gap_s), "lasts s": duration_s}
 
 
-async def _attacked_client(url: str, attack: Attack) -> str:
+async def _attacked_client(router: Watched, attack: Attack) -> bytes:
     """Ask the hostile engine; returns the end of what comes."""
-    body = {
-        "model": engine_attacks.MODEL,
-        "messages": [{"role": "user", "content": "a"}],
-        "max_tokens": 100_000,
-        "stream": attack.is_stream,
-    }
+    # NOTE: without a seed, with which a stream cannot continue elsewhere: the router would not read its token ids.
+    request = chat(router, model=engine_attacks.MODEL, max_tokens=100_000, stream=attack.is_stream)
     end = b""
-    try:
-        async with asyncio.timeout(_LONGEST_S):
-            parts, content = urlsplit(url), json.dumps(body).encode()
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-            writer.write(f"{_HEAD}connection: close\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
-            try:
-                while data := await reader.read(1 << 20):
-                    end = (end + data)[-400:]
-                return end.decode(errors="replace")
-            finally:
-                writer.transport.abort()
-    except (TimeoutError, ConnectionError) as exc:
-        return f"{type(exc).__name__} after {end[-200:]!r}"
-
-
-def _print(found: dict[str, list[Seen]]) -> None:
-    headings = ["attack"]
-    for name in found:
-        headings += [f"{name}: /health s", "calm", "gap s", "calm", "x", "lasts s"]
-    rows = []
-    for both in zip(*found.values(), strict=True):
-        row: list[object] = [both[0].attack]
-        for one in both:
-            waits, calm = one.waits, one.undisturbed
-            row += [waits.health_s, calm.health_s, waits.gap_s, calm.gap_s, waits.gap_s / calm.gap_s, one.duration_s]
-        rows.append(row)
-    caption = "gap: the longest pause of another engine's stream, 20 ms a token; calm: of a router without the attacker"
-    print_table("Hostile engines", headings, rows, caption)
+    with contextlib.suppress(OSError):
+        async with asyncio.timeout(_LONGEST_S), asked(router, request) as reader:
+            while data := await reader.read(1 << 20):
+                end = (end + data)[-200:]
+    return end
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -27,9 +26,9 @@ from benchmarks.common import (
     ONE_PAIR,
     Server,
     arguments,
+    in_ms,
     measure_each,
-    ms,
-    print_table,
+    print_results,
     ratio,
     serving,
     write_result,
@@ -37,6 +36,8 @@ from benchmarks.common import (
 from tandem.loadtest.client import CUT, StreamTiming
 from tandem.loadtest.stats import Distribution
 
+_STREAMS, _STREAM_TOKENS = 4, 128  # steady streams, and their prompts
+_LONG_TOKENS, _LONG_OUTPUT_TOKENS, _EVERY_S = 2048, 8, 3.0
 _STEADY_MAX_TOKENS = 6000  # longer than any phase
 _SETTLE_S = 1.5  # from the expected first token of the last steady stream to the first gap that counts
 _MAX_START_S = 30.0  # until all steady streams have begun
@@ -44,43 +45,37 @@ _MAX_START_S = 30.0  # until all steady streams have begun
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.option("--streams", 4)
-    parser.option("--stream-tokens", 128, "prompt of a steady stream")
-    parser.option("--long-tokens", 2048)
-    parser.option("--long-output-tokens", 8)
-    parser.option("--every-s", 3.0)
     parser.option("--control-s", 20.0, quick=4.0)
     parser.option("--loaded-s", 45.0, quick=9.0)
     parser.option("--vllm-python", "", vllm.HELP)
     settings = parser.settings()
     servers = [*(serving(setup, settings.model) for setup in (ONE_PAIR, COLOCATED)), *vllm.others(settings)]
     results = measure_each(servers, partial(measure, settings=settings))
-    _show(results, settings)
+    title = f"{_STREAMS} steady streams; a prompt of {_LONG_TOKENS} tokens every {_EVERY_S} s"
+    print_results(title, results, "ms")
     write_result("interference", settings, results)
     return int(len(results) < len(servers))
 
 
 async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
     """Both phases on one server; a long prompt before them warms it up and does not count."""
-    num_long, seed = int(settings.loaded_s / settings.every_s) + 1, 1_000_003 * settings.seed
-    long_prompts = await server.prompts(num_long + 1, settings.long_tokens, seed)
-    short_prompts = await server.prompts(2 * settings.streams, settings.stream_tokens, seed + 1)
-    await server.greedy(long_prompts[0], settings.long_output_tokens)
-    alone, _ = await _phase(server, settings, short_prompts[: settings.streams], [], settings.control_s)
-    gaps, long_ttfts = await _phase(
-        server, settings, short_prompts[settings.streams :], long_prompts[1:], settings.loaded_s
-    )
+    num_long, seed = int(settings.loaded_s / _EVERY_S) + 1, 1_000_003 * settings.seed
+    long_prompts = await server.prompts(num_long + 1, _LONG_TOKENS, seed)
+    short_prompts = await server.prompts(2 * _STREAMS, _STREAM_TOKENS, seed + 1)
+    await server.greedy(long_prompts[0], _LONG_OUTPUT_TOKENS)
+    alone, _ = await _phase(server, short_prompts[:_STREAMS], [], settings.control_s)
+    gaps, long_ttfts = await _phase(server, short_prompts[_STREAMS:], long_prompts[1:], settings.loaded_s)
+    itl, loaded_itl = Distribution.of(alone), Distribution.of(gaps)
     return {
-        "itl_alone_s": asdict(Distribution.of(alone)),
-        "itl_loaded_s": asdict(Distribution.of(gaps)),
-        "long_ttft_s": asdict(Distribution.of(long_ttfts)),
-        "p99_ratio": ratio(Distribution.of(gaps).p99, Distribution.of(alone).p99),
+        **in_ms("alone: ITL", itl, "p50", "p99", "max"),
+        **in_ms("loaded: ITL", loaded_itl, "p50", "p99", "max"),
+        "p99 loaded / alone": ratio(loaded_itl.p99, itl.p99),
+        **in_ms("long: TTFT", Distribution.of(long_ttfts), "p50", "max"),
     }
 
 
 async def _phase(
     server: Server,
-    settings: argparse.Namespace,
     short_prompts: Sequence[list[int]],
     long_prompts: Sequence[list[int]],
     duration_s: float,
@@ -103,10 +98,10 @@ async def _phase(
         begun = time.perf_counter()
         long = []
         for idx, prompt in enumerate(long_prompts):
-            await asyncio.sleep(begun + idx * settings.every_s - time.perf_counter())
-            if time.perf_counter() >= begun + duration_s - settings.every_s / 2:
+            await asyncio.sleep(begun + idx * _EVERY_S - time.perf_counter())
+            if time.perf_counter() >= begun + duration_s - _EVERY_S / 2:
                 break  # its effect would lie outside the phase
-            long.append(group.create_task(server.greedy(prompt, settings.long_output_tokens)))
+            long.append(group.create_task(server.greedy(prompt, _LONG_OUTPUT_TOKENS)))
     timings = [task.result() for task in steady]
     for timing in timings:
         if timing.error != CUT:
@@ -130,26 +125,6 @@ async def _time_to_start(server: Server, prompts: Sequence[list[int]]) -> float:
     """Seconds until this many prompts all have their first token, measured by a trial with other contents."""
     timings = await asyncio.gather(*(server.greedy(prompt, 4, cache_salt="trial") for prompt in prompts))
     return min(_MAX_START_S, 3 * max(timing.ttft_s for timing in timings))
-
-
-def _show(results: dict[str, dict[str, Any]], settings: argparse.Namespace) -> None:
-    rows = [
-        [
-            name,
-            *(ms(result["itl_alone_s"][key]) for key in ("p50", "p99", "max")),
-            *(ms(result["itl_loaded_s"][key]) for key in ("p50", "p99", "max")),
-            f"{result['p99_ratio']:.2f}",
-            *(ms(result["long_ttft_s"][key]) for key in ("p50", "max")),
-        ]
-        for name, result in results.items()
-    ]
-    headings = ["set-up", "alone: ITL p50", "p99", "max", "loaded: p50", "p99", "max", "p99 loaded / alone"]
-    print_table(
-        f"{settings.streams} steady streams; a prompt of {settings.long_tokens} tokens every {settings.every_s} s",
-        [*headings, "long: TTFT p50", "max"],
-        rows,
-        caption="ms",
-    )
 
 
 if __name__ == "__main__":

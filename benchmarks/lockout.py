@@ -16,40 +16,40 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import uvloop
 
 from benchmarks.common import (
-    Checkout,
     arguments,
     beside,
     checkouts,
     console,
     engines_toml,
+    in_ms,
     mock_engines,
-    print_table,
+    print_rows,
     routing,
     write_result,
 )
-from benchmarks.watch import ANSWER, GAP, HEALTH, MAX_HEALTH_S, STREAM, Waits, Watched, longest_s, taken, watching
+from benchmarks.watch import ANSWER, GAP, HEALTH, MAX_HEALTH_S, STREAM, Watched, longest_s, taken, watching
 from tandem.loadtest.stats import Distribution
 from tests.support.certificates import Authority
 from tests.support.keys import make_key_file
 
 _KEY = "sk-lockout-0123456789"
-_HEALTH_EVERY_S, _MEMORY_EVERY_S = 0.05, 0.1
+_HEALTH_EVERY_S = 0.05
 _RECEIVE_BUFFER_BYTES = 4096  # of connections that read slowly: the less the client's kernel takes, the more waits
 _MAX_QUICK = 200  # connections of the attacks that --quick makes
 _SMALL, _DEFAULT = ("--max-connections=100",), ()  # flags of servers
@@ -94,24 +94,6 @@ _ATTACKS = (
     _Attack("2300 pipelines without a key", _DEFAULT, 2300, "/v1/models", 100),
     _Attack("2300 slow readers of a page", _DEFAULT, 2300, "/dashboard/style.css", 100, 1024, 5.0),
 )
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What others saw during one attack."""
-
-    attack: str
-    waits: Waits
-    num_opened: int  # connections of the attack
-    memory_mb: tuple[float, float]  # of the router's processes: before, and the most
-
-    def row(self) -> list[object]:
-        """A row of the table."""
-        waits, gap = self.waits, Distribution.of(wait.waited_s for wait in self.waits[GAP])
-        lost = {kind: sum(wait.is_lost for wait in waits[kind]) for kind in (HEALTH, ANSWER, STREAM)}
-        times: list[object] = [longest_s(waits[HEALTH]), lost[HEALTH], longest_s(waits[ANSWER]), lost[ANSWER]]
-        memory = f"{self.memory_mb[0]:.0f} -> {self.memory_mb[1]:.0f}"
-        return [self.attack, *times, 1e3 * gap.p99, 1e3 * gap.max, lost[STREAM], memory]
 
 
 # -- the attack
@@ -195,80 +177,78 @@ def _attack_process(pipe: Connection, target: Watched, attack: _Attack, seconds:
 # -- the benchmark
 
 
-def _run(process: psutil.Process, target: Watched, attack: _Attack, seconds: float) -> _Seen:
+def _run(pids: list[int], target: Watched, attack: _Attack, seconds: float) -> dict[str, Any]:
     """One attack, and what others saw. Attackers and watchers have a process of their own each."""
-    with _memory_of(process) as sizes_mb, watching(target, HEALTH, ANSWER, GAP) as watch:
+    with watching(target, HEALTH, ANSWER, GAP) as watch:
         taken(watch)
         time.sleep(1.0)
+        before_mb = _memory_mb(pids, "VmRSS")
         with beside(_attack_process, target, attack, seconds) as attackers:
             num_opened = attackers.recv()
             time.sleep(3.0)
             waits = taken(watch, is_end=True)
-    return _Seen(attack.name, waits, num_opened, (sizes_mb[0], max(sizes_mb)))
+    console.print(f"[dim]measured {attack.name}, {num_opened} connections opened[/]")
+    gap, row = Distribution.of(wait.waited_s for wait in waits[GAP]), dict[str, Any]({"": attack.name})
+    lost = {kind: sum(wait.is_lost for wait in waits[kind]) for kind in (HEALTH, ANSWER, STREAM)}
+    for kind in (HEALTH, ANSWER):
+        row |= {f"{kind} s": longest_s(waits[kind]), f"{kind}: lost": lost[kind]}
+    row |= {**in_ms("gap ms", gap, "p99", "max"), "streams lost": lost[STREAM]}
+    return row | {"memory MB": f"{before_mb:.0f} -> {_memory_mb(pids, 'VmHWM'):.0f}"}
 
 
-@contextlib.contextmanager
-def _memory_of(process: psutil.Process) -> Iterator[list[float]]:
-    """Resident memory of the processes that serve HTTP, in MB, taken repeatedly while the block runs."""
-    edges = [child for child in process.children() if "tandem.frontend.processes.child" in child.cmdline()]
-    sizes_mb, done = list[float](), threading.Event()
-
-    def measure() -> None:
-        while not done.wait(_MEMORY_EVERY_S if sizes_mb else 0.0):
-            sizes_mb.append(sum(one.memory_info().rss for one in (process, *edges)) / 2**20)
-
-    thread = threading.Thread(target=measure)
-    thread.start()
-    try:
-        yield sizes_mb
-    finally:
-        done.set()
-        thread.join()
+def _memory_mb(pids: list[int], kind: str) -> float:
+    """Resident memory as Linux counts it: now (VmRSS), or the most so far (VmHWM). Of an ended process it is 0."""
+    num_kb = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            num_kb += sum(map(int, re.findall(rf"{kind}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())))
+    return num_kb / 1024
 
 
 @contextlib.contextmanager
 def _server(
-    engines: list[str], settings: argparse.Namespace, flags: tuple[str, ...], checkout: Checkout
-) -> Iterator[tuple[psutil.Process, Watched]]:
+    engines: list[str], settings: argparse.Namespace, flags: tuple[str, ...], checkout: Path
+) -> Iterator[tuple[list[int], Watched]]:
+    """The ids of the processes that serve HTTP, and what their clients need."""
     with tempfile.TemporaryDirectory() as name:
-        folder, ca_file, tls = Path(name), "", None
+        folder, ca_file, scheme = Path(name), "", "http"
         flags += (f"--api-key-file={make_key_file(folder / 'keys.toml', {_KEY: 'honest'})}",)
         flags += (f"--router-processes={settings.router_processes}",)
         if settings.tls:
             authority = Authority(folder)
             certificate, key = authority.issue()
-            ca_file, flags = str(authority.ca_file), (*flags, f"--tls-cert={certificate}", f"--tls-key={key}")
-            tls = ssl.create_default_context(cafile=ca_file)
-        with routing(engines_toml(engines, "openai"), *flags, checkout=checkout, tls=tls) as (url, pid):
-            yield psutil.Process(pid), Watched(int(url.rpartition(":")[2]), ca_file, _KEY, _HEALTH_EVERY_S)
+            ca_file, scheme = str(authority.ca_file), "https"
+            flags += (f"--tls-cert={certificate}", f"--tls-key={key}")
+        with routing(engines_toml(engines, "openai"), *flags, checkout=checkout, scheme=scheme) as (url, pid):
+            children = psutil.Process(pid).children()
+            edges = [one.pid for one in children if "tandem.frontend.processes.child" in one.cmdline()]
+            yield [pid, *edges], Watched(int(url.rpartition(":")[2]), ca_file, _KEY, _HEALTH_EVERY_S)
 
 
-def _measure(name: str, settings: argparse.Namespace, checkout: Checkout, engines: list[str]) -> list[_Seen]:
-    found = []
+def _measure(settings: argparse.Namespace, checkout: Path, engines: list[str]) -> list[dict[str, Any]]:
+    rows = []
     for attack in _ATTACKS:
         if settings.only not in attack.name or (settings.quick and attack.num_connections > _MAX_QUICK):
             continue
         # A server each, so that no attack meets what the one before has left.
-        with _server(engines, settings, attack.flags, checkout) as (process, target):
-            found.append(_run(process, target, attack, settings.seconds))
-        console.print(f"[dim]measured {name}: {attack.name}, {found[-1].num_opened} connections opened[/]")
-    return found
+        with _server(engines, settings, attack.flags, checkout) as (pids, target):
+            rows.append(_run(pids, target, attack, settings.seconds))
+    return rows
 
 
 def main() -> int:
-    parser = arguments(__doc__, base=True)
+    parser = arguments(__doc__, model=False, base=True)
     parser.option("--only", "", "attacks with this in their name")
     parser.option("--seconds", 45.0, "of each attack", quick=3.0)
     parser.add_argument("--tls", action="store_true", help="the server speaks HTTPS")
     parser.option("--router-processes", 1, "as of `tandem serve`")
     settings = parser.settings()
     with mock_engines() as engines:
-        results = {name: _measure(name, settings, one, engines) for name, one in checkouts(settings).items()}
-    headings = ["", "/health s", "lost", "answer s", "lost", "p99 gap ms", "longest", "streams lost", "memory MB"]
-    for name, found in results.items():
-        print_table(f"Longest waits of others, {name}", headings, [seen.row() for seen in found])
-    write_result("lockout", settings, {name: [asdict(seen) for seen in found] for name, found in results.items()})
-    return int(not settings.quick and any(longest_s(seen.waits[HEALTH]) > MAX_HEALTH_S for seen in results["here"]))
+        results = {name: _measure(settings, one, engines) for name, one in checkouts(settings).items()}
+    for name, rows in results.items():
+        print_rows(f"Longest waits of others, {name}", rows)
+    write_result("lockout", settings, results)
+    return int(not settings.quick and any(row[f"{HEALTH} s"] > MAX_HEALTH_S for row in results["here"]))
 
 
 if __name__ == "__main__":

@@ -22,14 +22,13 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import zmq
 
-from benchmarks.common import arguments, console, print_table, verdict, write_result
+from benchmarks.common import arguments, console, print_rows, verdict, write_result
 from benchmarks.tiers import LLAMA, LLAMA_KV_BYTES
 from tandem.engine.model_runner import PackedBatch
 from tandem.kv_transfer.transport.in_process import InProcessHub
@@ -42,6 +41,7 @@ from tandem.protocol.messages import (
     Hello,
     Message,
     Role,
+    WorkerEpoch,
     decode_worker_message,
     encode_message,
     holder_name,
@@ -70,26 +70,11 @@ class Shape(NamedTuple):
 
 
 _SHAPES = [Shape("131k", 1, 131_072, 2.0), Shape("64 x 32k", 64, 32_768, 2.0), Shape("1M", 1, 1_000_000, 10.0)]
-_LONGEST_CALL_AIM_MS = 10.0
+_LONGEST_AIM_MS = 10.0  # of a turn, and of a stall
+_STALL = "stall of the router's loop"
 
 
-@dataclass
-class Watch:
-    """Durations in seconds: of turns by phase, and of calls by name."""
-
-    turns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    walls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # of turns, by the clock
-    calls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def watch(self, name: str, owner: Any, method: str) -> None:
-        """Time each call of this method from now on."""
-        original, durations = getattr(owner, method), self.calls[name]
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with _timed(durations):
-                return original(*args, **kwargs)
-
-        setattr(owner, method, timed)
+Times = dict[str, list[float]]  # seconds by name
 
 
 @contextlib.contextmanager
@@ -100,28 +85,49 @@ def _timed(durations: list[float]) -> Iterator[None]:
     durations.append(time.thread_time() - began)
 
 
+def _watch(calls: Times, name: str, owner: Any, method: str) -> None:
+    """Time each call of this method from now on."""
+    original = getattr(owner, method)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with _timed(calls[name]):
+            return original(*args, **kwargs)
+
+    setattr(owner, method, timed)
+
+
 def main() -> None:
     parser = arguments(__doc__, model=False)
     parser.option("--turns", 60, "decode turns of each shape")
     settings = parser.settings()
     shapes = [Shape("8k", 2, 8_192, 2.0)] if settings.quick else _SHAPES
-    turns = {}
+    turns, longest_ms = list[dict[str, Any]](), defaultdict[str, dict[str, float]](dict)
     with tempfile.TemporaryDirectory() as folder:
         model = save_tiny_text_model(Path(folder, "model"), max_model_len=1_100_000, **LLAMA)
         for shape in shapes:
-            turns[shape.name] = _measure(model, shape, settings)
+            with _driving(model, shape) as driver:
+                _serve(driver, shape, settings)
+            turns += _turn_rows(shape, driver.turns)
+            driver.calls[_STALL] = asyncio.run(_replay(driver.received, driver.worker.address.process))
+            for name, durations in driver.calls.items():
+                longest_ms[name][shape.name] = 1e3 * max(durations)
             console.print(f"[dim]measured {shape.name}[/]")
-    _show(shapes, turns)
-    write_result("long_context", settings, turns)
+    calls = [{"": name, **by_shape} for name, by_shape in longest_ms.items()]
+    print_rows("Turns of the worker's loop, without the model", turns, "CPU time of the thread")
+    print_rows("The longest of each call, ms", calls)
+    longest_turn_ms = max(row["max ms"] for row in turns)
+    for what, value_ms in (("turn of a worker", longest_turn_ms), (_STALL, max(longest_ms[_STALL].values()))):
+        aim = verdict(f"{_LONGEST_AIM_MS:.0f} ms", value_ms <= _LONGEST_AIM_MS)
+        console.print(f"longest {what} {value_ms:.1f} ms: {aim}")
+    write_result("long_context", settings, {"turns": turns, "calls": calls})
 
 
-def _measure(model: Path, shape: Shape, settings: argparse.Namespace) -> dict[str, Any]:
-    watch, messages = Watch(), list[bytes]()
-    with _driving(model, shape, watch) as driver:
-        _serve(driver, shape, settings)
-        messages += driver.received
-    router = asyncio.run(_replay(messages, driver.worker_id, driver.epoch))
-    return {"turns": watch.turns, "walls": watch.walls, "calls": watch.calls, "router": router}
+def _turn_rows(shape: Shape, turns: Times) -> Iterator[dict[str, Any]]:
+    for phase, durations in turns.items():
+        p50_ms = 1e3 * statistics.median(durations)
+        aim = verdict(f"{shape.aim_ms:.0f} ms", p50_ms <= shape.aim_ms) if phase.startswith("decode") else "-"
+        times = {"turns": len(durations), "p50 ms": p50_ms, "max ms": 1e3 * max(durations)}
+        yield {"": f"{shape.name}: {phase}", **times, "aim": aim}
 
 
 # The worker.
@@ -130,11 +136,11 @@ def _measure(model: Path, shape: Shape, settings: argparse.Namespace) -> dict[st
 class Driver:
     """A worker that this thread drives turn by turn, and the socket of its router."""
 
-    def __init__(self, worker: Worker, context: zmq.Context[Any], watch: Watch, keys: Any) -> None:
+    def __init__(self, worker: Worker, context: zmq.Context[Any], keys: Any) -> None:
         self.worker = worker
-        self.worker_id, self.epoch = worker.address.process
         self.received: list[bytes] = []
-        self._watch = watch
+        self.turns: Times = defaultdict(list)
+        self.calls: Times = defaultdict(list)
         self._poll_ms, worker._poll_ms = worker._poll_ms, lambda: 0  # type: ignore[method-assign]
         self._socket, self._heartbeats = connect_to_worker(context, keys, worker.address, max_queued=0)
 
@@ -145,10 +151,8 @@ class Driver:
     def turn(self, phase: str) -> None:
         """One turn of the worker's loop, once it would not wait; what it sent is received meanwhile."""
         self.worker.parts.sockets._poller.poll(self._poll_ms())
-        began = time.perf_counter()
-        with _timed(self._watch.turns[phase]):
+        with _timed(self.turns[phase]):
             self.worker.run_once()
-        self._watch.walls[phase].append(time.perf_counter() - began)
         while self._socket.poll(0):
             self.received.append(self._socket.recv())
 
@@ -167,7 +171,7 @@ class Driver:
 
 
 @contextlib.contextmanager
-def _driving(model: Path, shape: Shape, watch: Watch) -> Iterator[Driver]:
+def _driving(model: Path, shape: Shape) -> Iterator[Driver]:
     """A worker whose pool holds this shape with its answers, and little more."""
     keys = make_keys()
     num_blocks = shape.num_seqs * -(-(shape.num_tokens + 2 * _ANSWER_TOKENS) // _BLOCK_SIZE)
@@ -189,9 +193,9 @@ def _driving(model: Path, shape: Shape, watch: Watch) -> Iterator[Driver]:
     worker = Worker(config, hub=InProcessHub())
     freeze_startup_heap()
     context: zmq.Context[Any] = zmq.Context()
-    driver = Driver(worker, context, watch, keys)
+    driver = Driver(worker, context, keys)
     try:
-        _prepare(worker, watch)
+        _prepare(worker, driver.calls)
         driver.send(Hello(router_id="r"))
         driver.turns_until("hello", lambda: bool(driver.received))
         yield driver
@@ -201,7 +205,7 @@ def _driving(model: Path, shape: Shape, watch: Watch) -> Iterator[Driver]:
         worker.close()
 
 
-def _prepare(worker: Worker, watch: Watch) -> None:
+def _prepare(worker: Worker, calls: Times) -> None:
     """Take the model out, and watch the parts of a turn."""
     parts, engine = worker.parts, worker.parts.engine
     runner, scheduler = engine.runner, engine.scheduler
@@ -211,18 +215,18 @@ def _prepare(worker: Worker, watch: Watch) -> None:
         return torch.zeros(len(batch.logit_rows), LLAMA["vocab_size"]) if len(batch.logit_rows) else None
 
     runner.forward = forward  # type: ignore[method-assign,assignment]
-    watch.watch("receive (decode)", parts.sockets, "receive")
-    watch.watch("sequence of a request", engine, "sequence_of")
-    watch.watch("add, with digests", scheduler, "add")
-    watch.watch("schedule", scheduler, "schedule")
-    watch.watch("admit: blocks, cached prefix", scheduler.admission, "take_blocks")
-    watch.watch("pack", runner, "pack")
-    watch.watch("advance", scheduler.blocks, "advance")
-    watch.watch("publish", scheduler.blocks, "publish")
-    watch.watch("release", scheduler.blocks, "release")
-    watch.watch("take events", parts.cache, "take_events")
-    watch.watch("pins follow events", parts.pins, "changed")
-    watch.watch("send events", parts.replies, "send_events")
+    _watch(calls, "receive (decode)", parts.sockets, "receive")
+    _watch(calls, "sequence of a request", engine.factory, "sequence_of")
+    _watch(calls, "add, with digests", scheduler, "add")
+    _watch(calls, "schedule", scheduler, "schedule")
+    _watch(calls, "admit: blocks, cached prefix", scheduler.admission, "take_blocks")
+    _watch(calls, "pack", runner, "pack")
+    _watch(calls, "advance", scheduler.blocks, "advance")
+    _watch(calls, "publish", scheduler.blocks, "publish")
+    _watch(calls, "release", scheduler.blocks, "release")
+    _watch(calls, "take events", parts.cache, "take_events")
+    _watch(calls, "pins follow events", parts.pins, "changed")
+    _watch(calls, "send events", parts.replies, "send_events")
 
 
 def _serve(driver: Driver, shape: Shape, settings: argparse.Namespace) -> None:
@@ -264,20 +268,18 @@ def _end(driver: Driver, phase: str) -> None:
 # The router.
 
 
-async def _replay(messages: list[bytes], worker_id: str, epoch: int) -> dict[str, float]:
+async def _replay(messages: list[bytes], process: WorkerEpoch) -> list[float]:
     """Let block events of a worker come in over a router's socket; how long its loop was held up by them."""
     index = PrefixIndex()
-    index.add_worker(holder_name(worker_id, POOL_PLACE), epoch)
+    index.add_worker(holder_name(process.worker_id, POOL_PLACE), process.epoch)
     events = [data for data in messages if isinstance(decode_worker_message(data), BlockEvents)]
-    num_applied, calls = 0, list[float]()
+    num_applied = 0
 
     def apply(frames: list[bytes]) -> None:
         nonlocal num_applied
-        with _timed(calls):
-            message = decode_worker_message(frames[-1])
-            assert isinstance(message, BlockEvents)
-            is_missed = index.apply(message)
-        assert not is_missed, f"events before number {message.sequence} were lost"
+        message = decode_worker_message(frames[-1])
+        assert isinstance(message, BlockEvents)
+        assert not index.apply(message), f"events before number {message.sequence} were lost"
         num_applied += 1
 
     context: zmq.Context[Any] = zmq.Context()
@@ -288,51 +290,13 @@ async def _replay(messages: list[bytes], worker_id: str, epoch: int) -> dict[str
     receiver.connect("inproc://events")
     for data in events:
         sender.send(data)
-    socket = MessageSocket(receiver, apply)
-    stalls, before = [0.0], time.thread_time()
+    socket, stalls = MessageSocket(receiver, apply), list[float]()
     while num_applied < len(events):
-        await asyncio.sleep(0)
-        now = time.thread_time()
-        stalls.append(now - before)
-        before = now
+        with _timed(stalls):
+            await asyncio.sleep(0)
     socket.close()
     context.destroy(linger=0)
-    return {
-        "messages": len(events),
-        "longest_message_ms": 1e3 * max(calls),
-        "all_ms": 1e3 * sum(calls),
-        "longest_stall_ms": 1e3 * max(stalls),
-        "blocks": index.num_blocks(worker_id),
-    }
-
-
-def _show(shapes: list[Shape], results: dict[str, Any]) -> None:
-    rows = []
-    for shape in shapes:
-        for phase, turns in results[shape.name]["turns"].items():
-            p50_ms = 1e3 * statistics.median(turns)
-            aim = verdict(f"{shape.aim_ms:.0f} ms", p50_ms <= shape.aim_ms) if phase.startswith("decode") else "-"
-            by_clock_ms = 1e3 * max(results[shape.name]["walls"][phase])
-            rows.append([f"{shape.name}: {phase}", len(turns), p50_ms, 1e3 * max(turns), by_clock_ms, aim])
-    headings = ["", "turns", "p50 ms", "max ms", "max by the clock", "aim"]
-    caption = "CPU time of the thread; by the clock other work on the machine counts too"
-    print_table("Turns of the worker's loop, without the model", headings, rows, caption)
-    names = list(dict.fromkeys(name for shape in shapes for name in results[shape.name]["calls"]))
-    calls = [[name, *(1e3 * max(results[shape.name]["calls"][name]) for shape in shapes)] for name in names]
-    print_table("The longest of each call, ms", ["", *(shape.name for shape in shapes)], calls)
-    print_table(
-        "Block events on the router's loop",
-        ["", *(shape.name for shape in shapes)],
-        [
-            [name.replace("_", " "), *(results[shape.name]["router"][name] for shape in shapes)]
-            for name in results[shapes[0].name]["router"]
-        ],
-    )
-    longest = max(max(turns) for result in results.values() for turns in result["turns"].values())
-    stall = max(result["router"]["longest_stall_ms"] for result in results.values())
-    for what, value_ms in (("turn of a worker", 1e3 * longest), ("stall of the router's loop", stall)):
-        aim = verdict(f"{_LONGEST_CALL_AIM_MS:.0f} ms", value_ms <= _LONGEST_CALL_AIM_MS)
-        console.print(f"longest {what} {value_ms:.1f} ms: {aim}")
+    return stalls
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,7 +151,9 @@ def measure(
         for name in list(engines) if number % 2 else list(engines)[::-1]:
             source = random.Random(f"{settings.seed} {kind} {num_streams} {number}")
             tasks = [KINDS[kind][0](source, tokenizer) for _ in range(num_streams)]
-            runs[name].append(_run(engines[name], tokenizer, tasks, settings.tokens, f"{kind} {num_streams} {number}"))
+            scope = f"{kind} {num_streams} {number}"
+            added = [_add(engines[name], tokenizer, task, settings.tokens, scope) for task in tasks]
+            runs[name].append(run(engines[name], added))
     off, auto = runs["off"], runs["auto"]
     both = list(zip(auto, off, strict=True))
     ratios = [ratio(one.tokens_per_s, other.tokens_per_s) for one, other in both]
@@ -176,9 +178,9 @@ def measure(
     }
 
 
-def _run(engine: Engine, tokenizer: Tokenizer, tasks: list[Task], max_tokens: int, scope: str) -> Run:
-    sequences = [_add(engine, tokenizer, task, max_tokens, f"{scope} {i}", scope) for i, task in enumerate(tasks)]
-    while not all(sequence.has_first_token for sequence in sequences):  # prompts are not what is compared
+def run(engine: Engine, sequences: Collection[Sequence]) -> Run:
+    """Run until all sequences have ended. Their prompts are not measured."""
+    while engine.has_work and not all(sequence.has_first_token for sequence in sequences):
         engine.step()
     num_before, num_steps = sum(sequence.num_output_tokens for sequence in sequences), 0
     began, cpu_began = time.perf_counter(), time.process_time()
@@ -190,11 +192,11 @@ def _run(engine: Engine, tokenizer: Tokenizer, tasks: list[Task], max_tokens: in
     return Run(num_tokens / elapsed_s, num_tokens / cpu_s, num_steps, answers)
 
 
-def _add(engine: Engine, tokenizer: Tokenizer, task: Task, max_tokens: int, name: str, scope: str) -> Sequence:
+def _add(engine: Engine, tokenizer: Tokenizer, task: Task, max_tokens: int, scope: str) -> Sequence:
     text = tokenizer.render_chat(task.messages, {"add_generation_prompt": True}) + task.begun
     sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "seed": 1, **task.sampling})
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    sequence = engine.make_sequence(name, token_ids, sampling, cache_salt=scope)
+    sequence = engine.factory.make_sequence(f"{scope} {len(engine.sequences)}", token_ids, sampling, cache_salt=scope)
     engine.add(sequence)
     return sequence
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from benchmarks.common import arguments, beside, console, print_rows, write_resu
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.loader import resolve_device
+from tandem.loadtest.stats import Distribution
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.sampling import SamplingParams
 from tandem.runtime import large_pages
@@ -240,13 +240,13 @@ class Bench:
 
     def _add(self, name: str, num_tokens: int, sampling: SamplingParams) -> None:
         ids = torch.randint(3, self._engine.model.vocab_size, (num_tokens,), generator=self._generator).tolist()
-        self._engine.add(self._engine.make_sequence(name, ids, sampling))
+        self._engine.add(self._engine.factory.make_sequence(name, ids, sampling))
 
 
 def _steps(what: str, condition: str, num_tokens: int, times: list[float], best_s: float) -> dict[str, Any]:
-    p50_s, p99_s = (sorted(times)[int(share * (len(times) - 1) + 0.5)] for share in (0.5, 0.99))
-    speeds = {"tokens/s": num_tokens / statistics.mean(times), "p50 ms": p50_s * 1e3, "p99 ms": p99_s * 1e3}
-    return {"": what, "condition": condition, **speeds, "of the device": best_s / p50_s}
+    took = Distribution.of(times)
+    speeds = {"tokens/s": num_tokens / took.mean, "p50 ms": took.p50 * 1e3, "p99 ms": took.p99 * 1e3}
+    return {"": what, "condition": condition, **speeds, "of the device": best_s / took.p50}
 
 
 if __name__ == "__main__":

@@ -23,14 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
-import numpy as np
 import torch
 
-from benchmarks.common import arguments, console, print_rows, print_table, ratio, write_result
+from benchmarks.common import arguments, console, print_rows, ratio, write_result
+from benchmarks.speculation import run
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
 from tandem.engine.structured_output import GrammarMatcher
+from tandem.loadtest.stats import Distribution
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import RequestError
 from tandem.protocol.messages import FinishReason
@@ -81,34 +82,35 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = resolve_model(settings.model, report=console.print)
     engine = Engine(EngineConfig(model=str(folder), device="cpu", num_threads=1))
-    masks = {kind: measure_masks(engine, settings, kind) for kind in _KINDS}
-    rows = [(kind, len(us), statistics.median(us), float(np.percentile(us, 99)), max(us)) for kind, us in masks.items()]
-    print_table("A mask, after the token before it", ["", "masks", "median us", "p99 us", "most us"], rows)
+    masks = [measure_masks(engine, settings, kind) for kind in _KINDS]
+    print_rows("A mask, after the token before it", masks)
     streams = [measure_streams(engine, settings, kind, num) for kind in list(_KINDS)[1:3] for num in (1, 8)]
     print_rows("Steps with a grammar for every stream", streams)
     tokenizer = Tokenizer(folder)
     attacks = asyncio.run(measure_attacks(engine, tokenizer))
     print_rows("Hostile grammars", attacks)
     schemas = asyncio.run(run_suite(engine, tokenizer, settings)) if settings.suite else {}
-    print_table("Schemas of the suite", ["outcome", "schemas"], list(schemas.items()))
+    print_rows("Schemas of the suite by outcome", [schemas])
     engine.close()
     results = {"masks": masks, "streams": streams, "attacks": attacks, "schemas": schemas}
     write_result("structured_output", settings, results)
 
 
-def measure_masks(engine: Engine, settings: argparse.Namespace, kind: str) -> list[float]:
-    """Microseconds of each mask along sampled outputs, consumption of the token before it included."""
+def measure_masks(engine: Engine, settings: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """Microseconds for a mask along sampled outputs, consumption of the token before it included."""
     sequences = [_ask(engine, kind, settings.tokens, seed=seed) for seed in range(4)]
-    _run(engine)
-    grammar, micros = make_grammar(*_KINDS[kind]), []
-    for sequence in sequences:
+    answers = run(engine, sequences).answers
+    grammar, seconds = make_grammar(*_KINDS[kind]), []
+    for answer in answers:
         matcher: GrammarMatcher = engine.structured_output.matcher(grammar)
-        for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
+        for token_id in answer:
             begun = time.perf_counter()
             matcher.follow([]).compute_bitmask()
             matcher.follow([token_id])
-            micros.append((time.perf_counter() - begun) * 1e6)
-    return micros
+            seconds.append(time.perf_counter() - begun)
+    took = Distribution.of(seconds)
+    micros = {"median us": 1e6 * took.p50, "p99 us": 1e6 * took.p99, "most us": 1e6 * took.max}
+    return {"": kind, "masks": took.count, **micros}
 
 
 def measure_streams(engine: Engine, settings: argparse.Namespace, kind: str, num_streams: int) -> dict[str, Any]:
@@ -116,9 +118,9 @@ def measure_streams(engine: Engine, settings: argparse.Namespace, kind: str, num
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(settings.rounds + 1):  # the first one warms up
         for is_structured in (False, True) if number % 2 else (True, False):
-            for seed in range(num_streams):
-                _ask(engine, kind if is_structured else "", settings.tokens, seed=seed)
-            speeds[is_structured].append(_run(engine))
+            asked = kind if is_structured else ""
+            sequences = [_ask(engine, asked, settings.tokens, seed=seed) for seed in range(num_streams)]
+            speeds[is_structured].append(run(engine, sequences).tokens_per_s)
     plain, structured = speeds[False][1:], speeds[True][1:]
     ratios = [ratio(one, other) for one, other in zip(structured, plain, strict=True)]
     tokens_per_s = {"plain tok/s": statistics.median(plain), "structured tok/s": statistics.median(structured)}
@@ -160,7 +162,7 @@ async def _outcome(engine: Engine, tokenizer: Tokenizer, checker: GrammarChecker
     except RequestError:
         return "refused by name"
     sequences = [_add(engine, f"schema-{seed}", grammar, 200, seed) for seed in range(2)]
-    _run(engine)
+    run(engine, sequences)
     results = {_judge(tokenizer, schema, sequence) for sequence in sequences}
     return next((one for one in sorted(results) if one.startswith("INVALID")), min(results))
 
@@ -192,21 +194,9 @@ def _add(engine: Engine, name: str, grammar: str, num_tokens: int, seed: int) ->
     sampling = SamplingParams(
         max_tokens=num_tokens, temperature=0.7, seed=seed, ignore_eos=not grammar, grammar=grammar
     )
-    sequence = engine.make_sequence(name, prompt, sampling)
+    sequence = engine.factory.make_sequence(name, prompt, sampling)
     engine.add(sequence)
     return sequence
-
-
-def _run(engine: Engine) -> float:
-    """Run until all is done; output tokens a second while decoding."""
-    num_tokens, begun = 0, 0.0
-    while engine.has_work:
-        results = engine.step()
-        if begun:
-            num_tokens += sum(len(result.outputs) for result in results)
-        elif any(s.has_first_token for s in engine.sequences.values()):
-            begun = time.perf_counter()
-    return num_tokens / (time.perf_counter() - begun) if num_tokens else 0.0
 
 
 def _worst_step_s(engine: Engine, grammar: str) -> float:

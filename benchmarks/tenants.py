@@ -32,7 +32,7 @@ from benchmarks.common import (
     arguments,
     checkouts,
     measure_each,
-    print_table,
+    print_rows,
     serving,
     write_result,
 )
@@ -79,10 +79,10 @@ def main() -> None:
             serving(Setup(name, (*ONE_PAIR.flags, f"--api-key-file={path}")), settings.model, checkout=checkout)
             for name, checkout in checkouts(settings).items()
         ]
-        results = measure_each(servers, partial(measure, keys=keys, settings=settings))
-    names = list(results)
-    rows = [(what, *(results[name][what] for name in names)) for what in results[names[0]]]
-    print_table("One tenant beside another one", ["", *names], rows)
+        results: dict[str, Figures] = measure_each(servers, partial(measure, keys=keys, settings=settings))
+    figures = next(iter(results.values()), {})
+    rows = [{"": what, **{name: found[what] for name, found in results.items()}} for what in figures]
+    print_rows("One tenant beside another one", rows)
     write_result("tenants", settings, results)
 
 

@@ -16,7 +16,6 @@ import argparse
 import statistics
 import sys
 from functools import partial
-from typing import Any
 
 from benchmarks import vllm
 from benchmarks.common import (
@@ -25,21 +24,20 @@ from benchmarks.common import (
     ONE_PAIR_ALWAYS,
     Server,
     arguments,
+    in_ms,
     measure_each,
-    ms,
-    print_table,
+    print_results,
+    print_rows,
     ratio,
     serving,
     write_result,
 )
 from tandem.loadtest.closed_loop import run_completions
-from tandem.loadtest.stats import summarize
+from tandem.loadtest.stats import LoadSummary, summarize
 
 _WARMUP_REQUESTS = 4
 POOL = "--pool-bytes=1000000000"  # taken at the start: the first use of memory would be measured as time of prefill
 _FLOORS = {COLOCATED.name: ("vLLM colocated", 0.8), ONE_PAIR.name: ("vLLM 1P1D", 1.0)}
-
-Results = dict[str, dict[str, Any]]
 
 
 def main() -> int:
@@ -54,32 +52,36 @@ def main() -> int:
     settings = parser.settings()
     ours = [serving(setup, settings.model, POOL, "--speculate=off") for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
     servers = [*ours, *vllm.others(settings)]
-    results: Results = measure_each(servers, partial(measure, settings=settings))
-    _show(results, settings)
+    results = measure_each(servers, partial(measure, settings=settings))
+    title = f"{settings.input_tokens} tokens in, {settings.output_tokens} out, closed loop"
+    print_results(title, results, "for each concurrency: output tokens/s, and p50 of TTFT and ITL in ms")
+    for name, (theirs, floor) in _FLOORS.items():
+        if name in results and theirs in results:
+            speeds = {what: speed for what, speed in results[name].items() if "tok/s" in what}
+            ratios = {what: ratio(speed, results[theirs][what]) for what, speed in speeds.items()}
+            print_rows(f"{name} / {theirs}, floor {floor}", [ratios])
     write_result("throughput", settings, results)
     return int(len(results) < len(servers))
 
 
-async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
+async def measure(server: Server, settings: argparse.Namespace) -> dict[str, float]:
     """All figures of one server."""
-    loads = {}
+    loads, speeds = dict[str, float](), dict[str, float]()
     for concurrency in settings.concurrency:
         # Warm up at this concurrency: kernels and memory for this batch size.
         await load(server, settings, concurrency, max(_WARMUP_REQUESTS, concurrency), seed=2 * concurrency + 1)
         num_requests = max(8, settings.requests_per_client * concurrency)
-        loads[concurrency] = await load(server, settings, concurrency, num_requests, seed=2 * concurrency)
-    return {
-        "start_s": server.start_s,
-        "loads": loads,
-        "prefill_tokens_per_s": {
-            length: await prefill_speed(server, settings, length, seed=9) for length in settings.prefill_tokens
-        },
-    }
+        found = await load(server, settings, concurrency, num_requests, seed=2 * concurrency)
+        loads[f"{concurrency}: tok/s"] = found.output_tokens_per_s
+        loads |= in_ms(f"{concurrency}: TTFT", found.ttft_s, "p50") | in_ms(f"{concurrency}: ITL", found.itl_s, "p50")
+    for length in settings.prefill_tokens:
+        speeds[f"prefill tok/s at {length}"] = await prefill_speed(server, settings, length, seed=9)
+    return {"ready s": server.start_s, **speeds, **loads}
 
 
 async def load(
     server: Server, settings: argparse.Namespace, concurrency: int, num_requests: int, *, seed: int
-) -> dict[str, Any]:
+) -> LoadSummary:
     """The summary of a closed loop. Raises `RuntimeError` if any request failed."""
     prompts = await server.prompts(num_requests, settings.input_tokens, 1_000_003 * settings.seed + seed)
     run = await run_completions(
@@ -92,7 +94,7 @@ async def load(
     summary = summarize(run.timings, concurrency=concurrency, duration_s=run.duration_s)
     if summary.num_errors:
         raise RuntimeError(f"{server.name}: {summary.num_errors} errors, the first: {summary.first_error}")
-    return summary.as_dict()
+    return summary
 
 
 async def prefill_speed(server: Server, settings: argparse.Namespace, num_tokens: int, *, seed: int) -> float:
@@ -104,44 +106,6 @@ async def prefill_speed(server: Server, settings: argparse.Namespace, num_tokens
     if errors:
         raise RuntimeError(f"{server.name}: {errors[0]}")
     return statistics.median(timing.num_prompt_tokens / timing.ttft_s for timing in run.timings[1:])
-
-
-def _show(results: Results, settings: argparse.Namespace) -> None:
-    headings = ["set-up", "ready s", *(f"prefill tok/s at {length}" for length in settings.prefill_tokens)]
-    for concurrency in settings.concurrency:
-        headings += [f"{concurrency}: tok/s", "TTFT p50", "ITL p50"]
-    rows = [
-        [
-            name,
-            result["start_s"],
-            *(f"{speed:.0f}" for speed in result["prefill_tokens_per_s"].values()),
-            *(cell for one in result["loads"].values() for cell in _load_cells(one)),
-        ]
-        for name, result in results.items()
-    ]
-    title = f"{settings.input_tokens} tokens in, {settings.output_tokens} out, closed loop"
-    print_table(title, headings, rows, caption="times in ms; for each concurrency: output tokens/s, TTFT, ITL")
-    for ours, (theirs, floor) in _FLOORS.items():
-        if ours in results and theirs in results:
-            _show_ratios(ours, theirs, floor, results)
-
-
-def _load_cells(one: dict[str, Any]) -> list[str]:
-    return [f"{one['output_tokens_per_s']:.0f}", ms(one["ttft_s"]["p50"]), ms(one["itl_s"]["p50"] or float("nan"))]
-
-
-def _show_ratios(ours: str, theirs: str, floor: float, results: Results) -> None:
-    loads = results[ours]["loads"]
-    base = results[theirs]["loads"]
-    ratios = {c: ratio(loads[c]["output_tokens_per_s"], base[c]["output_tokens_per_s"]) for c in loads}
-    speeds, base_speeds = results[ours]["prefill_tokens_per_s"], results[theirs]["prefill_tokens_per_s"]
-    prefill = {length: ratio(speeds[length], base_speeds[length]) for length in speeds}
-    print_table(
-        f"{ours} / {theirs}: output tokens/s, floor {floor}",
-        [*(f"at {concurrency}" for concurrency in ratios), *(f"prefill of {length}" for length in prefill)],
-        [[f"{value:.2f}" for value in (*ratios.values(), *prefill.values())]],
-    )
-    results[ours]["ratio_to_vllm"] = {"of": theirs, "floor": floor, "output": ratios, "prefill": prefill}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ import argparse
 import dataclasses
 import random
 import statistics
+import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +34,13 @@ from benchmarks.common import (
     Server,
     Setup,
     arguments,
-    ms,
-    print_table,
-    ratio,
+    measure_each,
+    print_results,
     serving,
     until_idle,
     verdict,
     write_result,
 )
-from tandem.loadtest.client import run_measured
 from tests.support.tiny_llama import save_tiny_text_model
 
 LLAMA = {"vocab_size": 4096, "hidden_size": 32, "num_heads": 1}  # two layers in float32
@@ -54,30 +54,26 @@ _Timed = tuple[float, int]  # TTFT in seconds, tokens that were not computed
 _AIMS = {"host": 1 / 15, "disk": 1 / 10}
 
 
-def main() -> None:
+def main() -> int:
     parser = arguments(__doc__)
     parser.option("--prompt-tokens", 4000, quick=500)
     parser.option("--prompts", 5, quick=3)
     parser.option("--long", 0, "tokens of two long prompts")
     settings = parser.settings()
-    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder, base, token_bytes = Path(name), COLOCATED, _TOKEN_BYTES
         if settings.long:
-            settings.prompt_tokens, settings.prompts, base, token_bytes = (
-                settings.long,
-                2,
-                ONE_PAIR_ALWAYS,
-                LLAMA_KV_BYTES,
-            )
+            settings.prompt_tokens, settings.prompts = settings.long, 2
+            base, token_bytes = ONE_PAIR_ALWAYS, LLAMA_KV_BYTES
             settings.model = str(save_tiny_text_model(folder / "model", max_model_len=settings.long + 1000, **LLAMA))
         pool_bytes = 3 * settings.prompt_tokens * token_bytes // 2
-        for setup in _setups(base, folder, pool_bytes, settings.prompts):
-            with serving(setup, settings.model, f"--request-timeout-s={_TIMEOUT_S}") as server:
-                patient = dataclasses.replace(server, timeout_s=_TIMEOUT_S)
-                results[setup.name] = run_measured(measure(patient, settings))
-    _show(results, settings)
+        setups = _setups(base, folder, pool_bytes, settings.prompts)
+        servers = [serving(setup, settings.model, f"--request-timeout-s={_TIMEOUT_S}") for setup in setups]
+        results = measure_each(servers, partial(measure, settings=settings))
+    workers = "a pair" if settings.long else "colocated, for the peer a pair"
+    print_results(f"A prompt of {settings.prompt_tokens} tokens out of each tier; {workers}", results)
     write_result("tiers", settings, results)
+    return int(len(results) < len(setups))
 
 
 def _setups(base: Setup, folder: Path, pool_bytes: int, num_prompts: int) -> list[Setup]:
@@ -91,7 +87,8 @@ def _setups(base: Setup, folder: Path, pool_bytes: int, num_prompts: int) -> lis
 
 
 async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
-    """Medians of TTFT: computed, out of the pool, and out of the tier or the pool of the other worker."""
+    """TTFT: computed, out of the pool, and out of the tier or the pool of the other worker."""
+    server = dataclasses.replace(server, timeout_s=_TIMEOUT_S)
     num_prompts, seed = settings.prompts + 1, 1_000_003 * settings.seed + 1
     if settings.long:
         rng = random.Random(seed)
@@ -108,13 +105,16 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
     else:  # loads teach the tier's speed, and later loads may be split differently: a third round
         prompts = [*prompts, *prompts]
     tier = [await _ttft(server, prompt) for prompt in prompts]
+    computed_s, pool_s, tier_s = (statistics.median(ttft_s for ttft_s, _ in timed) for timed in (computed, pool, tier))
+    share = tier_s / computed_s
     return {
-        "computed_s": statistics.median(ttft for ttft, _ in computed),
-        "pool_s": statistics.median(ttft for ttft, _ in pool),
-        "tier_s": statistics.median(ttft for ttft, _ in tier),
-        "tier_max_s": max(ttft for ttft, _ in tier),
-        "tier_hit_share": sum(hit for _, hit in tier) / (len(tier) * settings.prompt_tokens),
-        "ttfts_s": {"computed": computed, "pool": pool, "tier": tier},
+        "computed ms": 1e3 * computed_s,
+        "pool (L1) ms": 1e3 * pool_s,
+        "tier: TTFT p50 ms": 1e3 * tier_s,
+        "max": 1e3 * max(ttft_s for ttft_s, _ in tier),
+        "% loaded": 100 * sum(hit for _, hit in tier) / (len(tier) * settings.prompt_tokens),
+        "over computing": share,
+        "aim": verdict(f"{_AIMS[server.name]:.4f}", share <= _AIMS[server.name]) if server.name in _AIMS else "-",
     }
 
 
@@ -130,32 +130,5 @@ async def _ttft(server: Server, prompt: list[int]) -> _Timed:
     return timing.ttft_s, timing.num_cached_tokens
 
 
-def _show(results: dict[str, Any], settings: argparse.Namespace) -> None:
-    rows: list[list[object]] = []
-    computed_s = statistics.median(result["computed_s"] for result in results.values())
-    pool_s = statistics.median(result["pool_s"] for result in results.values())
-    rows.append(["recomputed", ms(computed_s), "-", "0.0%", "1", "-"])
-    rows.append(["pool (L1)", ms(pool_s), "-", "-", f"{ratio(pool_s, computed_s):.4f}", "-"])
-    for name, result in results.items():
-        share = ratio(result["tier_s"], result["computed_s"])
-        aim = _AIMS.get(name)
-        rows.append(
-            [
-                name,
-                ms(result["tier_s"]),
-                ms(result["tier_max_s"]),
-                f"{result['tier_hit_share']:.1%}",
-                f"{share:.4f}",
-                "-" if aim is None else verdict(f"{aim:.4f}", share <= aim),
-            ]
-        )
-    workers = "a pair" if settings.long else "colocated, for the peer a pair"
-    print_table(
-        f"A prompt of {settings.prompt_tokens} tokens; {workers}",
-        ["from", "TTFT p50 ms", "max", "tokens loaded", "over recomputing", "aim"],
-        rows,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

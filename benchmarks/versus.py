@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from benchmarks.common import (
     arguments,
     console,
     mock_engines,
-    print_table,
+    print_results,
     ratio,
     serving,
     write_result,
@@ -41,8 +41,9 @@ from tandem.loadtest.client import run_measured
 
 _EDGE_BURST_S = 4.0
 
-Measure = Callable[[Any, int], Awaitable[dict[str, float]]]  # figures of a server or target; the number is a seed
-Comparison = dict[str, dict[str, Any]]
+Measure = Callable[[Any, int], Awaitable[float]]  # of a server or target; the number is a seed
+Measures = Mapping[str, Measure]  # by figure
+Pairs = dict[str, list[tuple[float, float]]]  # by figure, what both checkouts had in a round
 
 
 def main() -> None:
@@ -58,8 +59,10 @@ def main() -> None:
     settings = parser.settings()
     results: dict[str, Any] = {}
     if "serve" in settings.parts:
-        measures = [*(partial(_output_speed, settings, count) for count in settings.concurrency)]
-        measures += [partial(_prefill_speed, settings)]
+        measures: dict[str, Measure] = {
+            f"at {count}": partial(_output_speed, settings, count) for count in settings.concurrency
+        }
+        measures[f"prefill of {settings.prefill_tokens}"] = partial(_prefill_speed, settings)
         results["serve"] = {}
         for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS):
             start = partial(serving, setup, settings.model, throughput.POOL)
@@ -67,69 +70,58 @@ def main() -> None:
         _show("tokens a second", results["serve"])
     if "route" in settings.parts:
         with mock_engines() as engines:
-            speeds = [partial(_edge_speed, shape) for shape in edge.SHAPES]
+            speeds = {shape.name: partial(_edge_speed, shape) for shape in edge.SHAPES}
             results["route"] = {"tandem route": _compare(partial(edge.route, engines, 1), speeds, settings)}
         _show("requests a CPU second", results["route"])
     write_result("versus", settings, results)
 
 
 def _compare(
-    start: Callable[..., AbstractContextManager[Any]], measures: Sequence[Measure], settings: argparse.Namespace
-) -> Comparison:
-    """Start the same thing from both checkouts. For each figure: the medians of both, and of the rounds' ratios."""
-    pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    start: Callable[..., AbstractContextManager[Any]], measures: Measures, settings: argparse.Namespace
+) -> Pairs:
+    """Start the same thing from both checkouts, and measure them in turn."""
+    pairs: Pairs = defaultdict(list)
     for _ in range(settings.starts):
         with start(checkout=HERE) as new, start(checkout=settings.base or HERE) as other:
             run_measured(_measure_in_turn((new, other), measures, settings.rounds, pairs))
         console.print(f"[dim]compared {new.name}[/]")
-    return {
-        name: {
-            "new": statistics.median(value for value, _ in found),
-            "base": statistics.median(value for _, value in found),
-            "ratio": statistics.median(ratio(value, beside) for value, beside in found),
-            "pairs": found,
-        }
-        for name, found in pairs.items()
-    }
+    return pairs
 
 
-async def _measure_in_turn(
-    both: tuple[Any, Any], measures: Sequence[Measure], num_rounds: int, pairs: dict[str, list[tuple[float, float]]]
-) -> None:
+async def _measure_in_turn(both: tuple[Any, Any], measures: Measures, num_rounds: int, pairs: Pairs) -> None:
     for turn in range(num_rounds + 1):
-        for measure in measures:
+        for name, measure in measures.items():
             first = turn % 2  # which of the two goes first alternates
             found = {idx: await measure(both[idx], turn) for idx in (first, 1 - first)}
-            for name in found[0] if turn else ():  # the first round warms up
-                pairs[name].append((found[0][name], found[1][name]))
+            if turn:  # the first round warms up
+                pairs[name].append((found[0], found[1]))
 
 
-async def _output_speed(settings: argparse.Namespace, count: int, server: Server, seed: int) -> dict[str, float]:
+async def _output_speed(settings: argparse.Namespace, count: int, server: Server, seed: int) -> float:
     """Output tokens per second of this many streams."""
     summary = await throughput.load(server, settings, count, max(2, count), seed=1000 * seed + count)
-    return {f"at {count}": float(summary["output_tokens_per_s"])}
+    return summary.output_tokens_per_s
 
 
-async def _prefill_speed(settings: argparse.Namespace, server: Server, seed: int) -> dict[str, float]:
-    num_tokens = settings.prefill_tokens
-    speed = await throughput.prefill_speed(server, settings, num_tokens, seed=1000 * seed)
-    return {f"prefill of {num_tokens}": speed}
+async def _prefill_speed(settings: argparse.Namespace, server: Server, seed: int) -> float:
+    return await throughput.prefill_speed(server, settings, settings.prefill_tokens, seed=1000 * seed)
 
 
-async def _edge_speed(shape: edge.Shape, target: edge.Target, _: int) -> dict[str, float]:
+async def _edge_speed(shape: edge.Shape, target: edge.Target, _: int) -> float:
     measured = await target.measure(shape, _EDGE_BURST_S, edge.CONCURRENCY)
     if measured.num_wrong:
         raise RuntimeError(f"{target.name}: {measured.num_wrong} wrong answers, the first: {measured.first_wrong}")
-    return {shape.name: ratio(measured.num_answers, measured.cpu_s)}
+    return ratio(measured.num_answers, measured.cpu_s)
 
 
-def _show(unit: str, results: dict[str, Comparison]) -> None:
-    headings = next(iter(results.values()))
-    rows = [
-        [name, *(f"{one['new']:.4g} / {one['base']:.4g} = {one['ratio']:.2f}" for one in comparison.values())]
-        for name, comparison in results.items()
-    ]
-    print_table(f"{unit}: this checkout / the other", ["", *headings], rows, "medians, and the median of the ratios")
+def _show(unit: str, results: dict[str, Pairs]) -> None:
+    rows = {name: {figure: _compared(found) for figure, found in pairs.items()} for name, pairs in results.items()}
+    print_results(f"{unit}: this checkout / the other", rows, "medians, and the median of the ratios")
+
+
+def _compared(found: list[tuple[float, float]]) -> str:
+    new, base = map(statistics.median, zip(*found, strict=True))
+    return f"{new:.4g} / {base:.4g} = {statistics.median(ratio(*pair) for pair in found):.2f}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import ssl
 import time
 from collections import defaultdict
@@ -67,6 +68,32 @@ def longest_s(waits: Sequence[Wait]) -> float:
     return max((wait.waited_s for wait in waits), default=0.0)
 
 
+def chat(server: Watched, *, model: str = MODEL, **fields: object) -> bytes:
+    """A request for a chat answer, as bytes."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "x"}], **fields})
+    key = f"authorization: Bearer {server.key}\r\n" if server.key else ""
+    return (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        f"{key}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+    ).encode()
+
+
+@contextlib.asynccontextmanager
+async def asked(
+    server: Watched, request: bytes, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[asyncio.StreamReader]:
+    """The answer to a request on a new connection, which ends with the block. Raises `OSError` if nobody listens."""
+    async with asyncio.timeout(_GIVE_UP_S):
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", server.port, ssl=tls, server_hostname="localhost" if tls else None
+        )
+    try:
+        writer.write(request)
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
 def _watch(pipe: Connection, server: Watched, kinds: Sequence[str]) -> None:
     asyncio.run(_Watch(server).run(pipe, kinds))
 
@@ -84,7 +111,7 @@ class _Watch:
         """Watch, and send what was seen when asked for it, until the last time."""
         starts = {
             HEALTH: lambda: self._repeat(HEALTH, _GET_HEALTH, self._server.health_every_s),
-            ANSWER: lambda: self._repeat(ANSWER, self._post(4, "false"), _ANSWER_EVERY_S),
+            ANSWER: lambda: self._repeat(ANSWER, chat(self._server, max_tokens=4, seed=STEP_MS), _ANSWER_EVERY_S),
             GAP: self._streams,
         }
         clients = [asyncio.ensure_future(starts[kind]()) for kind in kinds]
@@ -99,16 +126,17 @@ class _Watch:
         while not self._is_ending:
             began_s, status = time.monotonic(), b""
             with contextlib.suppress(OSError):
-                async with asyncio.timeout(_GIVE_UP_S), self._asked(request) as reader:
+                async with asyncio.timeout(_GIVE_UP_S), asked(self._server, request, self._tls) as reader:
                     status = (await reader.read(2**20))[9:12]
             self._waits[kind].append(Wait(began_s, time.monotonic() - began_s, status != b"200"))
             await asyncio.sleep(every_s)
 
     async def _streams(self) -> None:
+        request = chat(self._server, max_tokens=_NUM_STREAMED, seed=STEP_MS, stream=True)
         while not self._is_ending:
             began_s, is_whole = time.monotonic(), False
             with contextlib.suppress(OSError):
-                async with self._asked(self._post(_NUM_STREAMED, "true")) as reader:
+                async with asked(self._server, request, self._tls) as reader:
                     is_whole = await self._read_stream(reader)
             if not is_whole:
                 self._waits[STREAM].append(Wait(began_s, time.monotonic() - began_s, is_lost=True))
@@ -130,27 +158,3 @@ class _Watch:
                 last_s = now_s
             if not line or line.startswith(b"data: [DONE]") or self._is_ending:
                 return bool(line)
-
-    def _post(self, max_tokens: int, stream: str) -> bytes:
-        body = (
-            f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "x"}}], "max_tokens": {max_tokens}, '
-            f'"stream": {stream}, "seed": {STEP_MS}}}'
-        )
-        key = f"authorization: Bearer {self._server.key}\r\n" if self._server.key else ""
-        return (
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-            f"{key}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}"
-        ).encode()
-
-    @contextlib.asynccontextmanager
-    async def _asked(self, request: bytes) -> AsyncIterator[asyncio.StreamReader]:
-        name = "localhost" if self._tls else None
-        async with asyncio.timeout(_GIVE_UP_S):
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", self._server.port, ssl=self._tls, server_hostname=name
-            )
-        try:
-            writer.write(request)
-            yield reader
-        finally:
-            writer.transport.abort()

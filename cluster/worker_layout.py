@@ -44,6 +44,11 @@ def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
             f"num_gpus_per_worker={num_gpus} for {num_workers} workers needs {needed} GPUs; "
             f"Ray has {resources.get('GPU', 0)}"
         )
+    if 0 < num_gpus < 1 and num_workers > 1 and config.transfer.transport == "nccl":
+        raise ConfigError(
+            f"transport='nccl' cannot move KV between workers that share a GPU, and {num_workers} workers get "
+            f"{num_gpus:g} of one each; use transport='nixl', or start fewer workers"
+        )
     if not config.ray_address:
         check_cores(config, resources.get("CPU", 0))
     engine = config.engine

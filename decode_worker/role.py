@@ -135,7 +135,7 @@ class DecodeRole:
         sender = request.prefill_worker
         if sender.process in self._dead:
             raise PeerLost(f"prefill worker {sender.worker_id} died")
-        sequence = self._engine.sequence_of(request, now, digests=digests)
+        sequence = self._engine.factory.sequence_of(request, now, digests=digests)
         sequence.prompt_scores = None  # the prefill worker has them
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self._engine.config.block_size)
         self._links.remember(sender)

@@ -7,52 +7,43 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
 from tandem.engine import pool_memory
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import Mark, make_stream
+from tandem.engine.finish_rules import FinishRules
 from tandem.engine.graphs.capture import MakeRecorder, record_graphs, required_bytes
 from tandem.engine.graphs.recorder import make_recorder
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.model_runner import LateTokens
 from tandem.engine.number_tokens import TokenMask
-from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.sampling.prompt_scoring import LaunchedScores
 from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
 from tandem.engine.sequence_blocks import ComputedBlocks
-from tandem.engine.speculation.sources import RequestTexts
+from tandem.engine.sequence_factory import SequenceFactory
 from tandem.engine.speculation.speculator import Speculator
+from tandem.engine.step_result import SequenceFailure, SequenceOutput, StepResult, step_stats
 from tandem.engine.structured_output import MaskRequest, StructuredOutput
 from tandem.engine.tensor_parallel.group import RanksLost
 from tandem.engine.tensor_parallel.ranks import make_ranks
 from tandem.protocol.config import EngineConfig
-from tandem.protocol.digest import namespace_digest, root_digest
-from tandem.protocol.errors import ContextLengthExceeded, RequestError
+from tandem.protocol.digest import namespace_digest
+from tandem.protocol.errors import RequestError
 from tandem.protocol.fault_boundary import error_of, outcome_of, undone_on_error
 from tandem.protocol.messages import (
-    Decode,
     FinishReason,
-    Fork,
-    Generate,
-    Prefill,
-    StepStats,
     TokenLogprobs,
     WorkerLoad,
-    WorkerPriority,
 )
-from tandem.protocol.sampling import SamplingParams
-from tandem.protocol.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -62,41 +53,6 @@ _MIN_SCORED = 16
 _MAX_RUN = 64  # tokens that one step gives a sequence: a sampled one, and those that its grammar forces after it
 _MAX_LAUNCHED = 2  # steps: one that computes and the next one; more would make new requests wait
 _MAX_FAILED_STEPS = 3  # in a row, each failing for every sequence: then the engine is at fault, not the sequences
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """One new token of a sequence, and whether the sequence ended with it.
-
-    Tokens of the request's prediction that a step computed count with the step's first token.
-    """
-
-    sequence: Sequence
-    offset: int  # of the token in the output
-    token_id: int
-    logprobs: TokenLogprobs | None
-    finish_reason: FinishReason | None
-    stop_token_id: int | None  # the new token, if it ended the sequence and is not part of the answer
-    num_accepted_tokens: int = 0  # of the prediction
-    num_rejected_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceFailure:
-    """A sequence that a step ended because it raised `error`."""
-
-    sequence: Sequence
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of a step. `chunks` are computed and published; `outputs` are in batch order."""
-
-    chunks: list[ScheduledChunk]
-    outputs: list[SequenceOutput]
-    stats: StepStats
-    failures: list[SequenceFailure] = field(default_factory=list)
 
 
 class _Sampling(NamedTuple):
@@ -180,6 +136,7 @@ class Engine:
         self.sampler = Sampler(model.eos_token_ids)
         self.structured_output = StructuredOutput(Path(config.model), model.vocab_size, model.eos_token_ids)
         self._resources.callback(self.structured_output.close)
+        self._finish_rules = FinishRules(model.eos_token_ids, self.config.max_model_len)
         self.sequences: dict[str, Sequence] = {}
         self.namespace = namespace_digest(
             model_revision=model.revision,
@@ -188,6 +145,12 @@ class Engine:
             block_size=config.block_size,
             attention=model.attention,
             kernels=model.kernels,
+        )
+        self.factory = SequenceFactory(
+            self.structured_output,
+            namespace=self.namespace,
+            max_model_len=self.config.max_model_len,
+            vocab_size=model.vocab_size,
         )
         self._launched: deque[_LaunchedStep] = deque()
         self._num_failed_steps = 0  # in a row
@@ -222,103 +185,6 @@ class Engine:
     def is_computing(self) -> bool:
         """Whether the device may still compute a step."""
         return bool(self._launched)
-
-    def sequence_of(
-        self,
-        request: Generate | Prefill | Decode,
-        now: float,
-        phase: Phase = Phase.WHOLE,
-        digests: list[bytes] | None = None,
-    ) -> Sequence:
-        """The sequence of a router's request and its forks, not queued yet.
-
-        `digests` and errors are as of `make_sequence`.
-        """
-        sequence = self.make_sequence(
-            request.request_id,
-            request.token_ids,
-            request.sampling,
-            output_ids=request.output_ids,
-            cache_salt=request.cache_salt,
-            phase=phase,
-            priority=request.priority,
-            digests=digests,
-        )
-        if request.forks and phase is Phase.WHOLE:
-            sequence.texts = RequestTexts(request.token_ids, request.sampling.prediction)
-        sequence.forks = [self._fork_of(sequence, fork) for fork in request.forks]
-        for one in (sequence, *sequence.forks):
-            one.timeline = Timeline(now) if request.is_traced else None
-        return sequence
-
-    def make_sequence(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        output_ids: Seq[int] = (),
-        cache_salt: str = "",
-        phase: Phase = Phase.WHOLE,
-        priority: WorkerPriority = WorkerPriority(),
-        digests: list[bytes] | None = None,
-    ) -> Sequence:
-        """A sequence for this engine, not queued yet.
-
-        `output_ids` is the beginning of its answer, which another engine gave: it goes on as if it had been preempted.
-        `digests` are those of the prompt's full blocks, of a caller that has checked the prompt's ids already.
-
-        Raises ContextLengthExceeded if the prompt does not fit, RequestError for an answer that is complete, or for
-        ids outside the model's vocabulary, because one such id would fail a whole step.
-        """
-        limit = self.config.max_model_len
-        if not 0 < len(token_ids) < limit:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(token_ids)} tokens; this model takes 1 to {limit - 1}, and room for one more"
-            )
-        most = min(sampling.max_tokens, limit - len(token_ids))
-        if output_ids and len(output_ids) >= most:
-            raise RequestError(f"the answer has {len(output_ids)} tokens already, and may have {most}")
-        prompt = token_ids if digests is None else ()
-        for ids in (prompt, output_ids, sampling.stop_token_ids, sampling.logit_bias, sampling.prediction):
-            if ids and not (min(ids) >= 0 and max(ids) < self.model.vocab_size):
-                raise RequestError(
-                    f"token ids {min(ids)} to {max(ids)}: this model's are 0 to {self.model.vocab_size - 1}"
-                )
-        root = root_digest(self.namespace, cache_salt=cache_salt)
-        matcher = self.structured_output.matcher(sampling.grammar, priority.order, root) if sampling.grammar else None
-        return Sequence(
-            request_id=request_id,
-            token_ids=[*token_ids, *output_ids],
-            num_prompt_tokens=len(token_ids),
-            sampling=sampling,
-            root=root,
-            digests=digests or [],
-            phase=phase,
-            priority=priority,
-            is_admitted_before=bool(output_ids),
-            matcher=matcher,
-            prompt_scores=None if (num := sampling.num_prompt_logprobs) is None or output_ids else PromptScores(num),
-        )
-
-    def _fork_of(self, sequence: Sequence, fork: Fork) -> Sequence:
-        """Another answer to the same prompt."""
-        sampling = msgspec.structs.replace(sequence.sampling, seed=fork.seed, num_prompt_logprobs=None)
-        grammar, order = sampling.grammar, sequence.priority.order
-        return Sequence(
-            request_id=fork.request_id,
-            token_ids=list(sequence.token_ids),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            sampling=sampling,
-            root=sequence.root,
-            phase=sequence.phase,
-            priority=sequence.priority,
-            status=SequenceStatus.FORKING,
-            leader=sequence,
-            texts=sequence.texts,
-            is_admitted_before=sequence.is_admitted_before,
-            matcher=self.structured_output.matcher(grammar, order, sequence.root) if grammar else None,
-        )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence with its forks; from now on the engine owns its blocks."""
@@ -537,7 +403,7 @@ class Engine:
             )
             if error is not None:
                 failures += self._give_up(sequence, error)
-        stats = _stats(step.scheduled, self.stream.seconds_between(step.begin, step.end))
+        stats = step_stats(step.scheduled, self.stream.seconds_between(step.begin, step.end))
         if self.speculator is not None:
             self.speculator.note_step(step.scheduled, stats.duration_s)
         return StepResult([chunk for chunk in step.chunks if chunk.sequence not in step.void], outputs, stats, failures)
@@ -604,7 +470,7 @@ class Engine:
         return [SequenceFailure(one, error) for one in ended]
 
     def _add_pending_token(self, sequence: Sequence) -> None:
-        is_last = sequence.phase is Phase.PREFILL_ONLY or self._is_full(sequence, len(sequence.token_ids))
+        is_last = sequence.phase is Phase.PREFILL_ONLY or self._finish_rules.is_full(sequence, len(sequence.token_ids))
         sequence.add_pending_token(is_last=is_last)
 
     def _late_tokens(self) -> LateTokens | None:
@@ -651,7 +517,8 @@ class Engine:
     def _go_on(self, sequence: Sequence, position: int, sampled: SampledToken, outputs: list[SequenceOutput]) -> None:
         """Note what a grammar forces behind the tokens from `position` on; the sequence ends or goes on."""
         while (
-            len(sequence.token_ids) - position < self.max_run and (forced := self._forced_token(sequence)) is not None
+            len(sequence.token_ids) - position < self.max_run
+            and (forced := self._finish_rules.forced_token(sequence)) is not None
         ):
             sequence.token_ids.append(forced)
             outputs.append(self._note_token(sequence, len(sequence.token_ids) - 1, None))
@@ -665,21 +532,10 @@ class Engine:
     def _note_token(self, sequence: Sequence, position: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
         """Whether a sequence ends with the token at this position."""
         token_id = sequence.token_ids[position]
-        sequence.finish_reason = self._finish_reason(sequence, position)
-        stop_token_id = token_id if self._is_stop_token(sequence, token_id) else None
+        sequence.finish_reason = self._finish_rules.finish_reason(sequence, position)
+        stop_token_id = token_id if self._finish_rules.is_stop_token(sequence, token_id) else None
         offset = position - sequence.num_prompt_tokens
         return SequenceOutput(sequence, offset, token_id, logprobs, sequence.finish_reason, stop_token_id)
-
-    def _forced_token(self, sequence: Sequence) -> int | None:
-        """The token that must come next, if nobody needs its logits: it is computed together with the next one."""
-        matcher, sampling = sequence.matcher, sequence.sampling
-        if matcher is None or sequence.finish_reason is not None or sequence.phase is Phase.PREFILL_ONLY:
-            return None
-        if sampling.num_logprobs is not None:
-            return None
-        assert not sequence.num_pending_tokens, "steps of sequences with a grammar are waited for"
-        forced = matcher.forced_token(sequence.unprobed_ids)
-        return None if forced in self.model.eos_token_ids else forced
 
     def _remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         """Take a sequence out for good. Steps that still compute it go on: later work of the stream follows them."""
@@ -691,25 +547,6 @@ class Engine:
         if self.speculator is not None and sequence.finish_reason is not FinishReason.ABORT:
             self.speculator.note_end(sequence)
         self.scheduler.remove(sequence, keep_blocks=keep_blocks)
-
-    def _finish_reason(self, sequence: Sequence, position: int) -> FinishReason | None:
-        """Why a sequence ends with the token at this position, if it does."""
-        if self._is_stop_token(sequence, sequence.token_ids[position]):
-            return FinishReason.STOP
-        if sequence.matcher is not None and sequence.matcher.is_complete(sequence.unmatched_ids):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if self._is_full(sequence, position) else None
-
-    def _is_stop_token(self, sequence: Sequence, token_id: int) -> bool:
-        """Whether a token ends the sequence. A grammar allows nothing after an end token, so `ignore_eos` is void."""
-        sampling = sequence.sampling
-        ends = token_id in self.model.eos_token_ids and (not sampling.ignore_eos or sequence.matcher is not None)
-        return ends or token_id in sampling.stop_token_ids
-
-    def _is_full(self, sequence: Sequence, position: int) -> bool:
-        """Whether no token may follow the one at this position."""
-        num_outputs = position + 1 - sequence.num_prompt_tokens
-        return num_outputs >= sequence.sampling.max_tokens or position + 1 >= self.config.max_model_len
 
 
 def _threads_of_a_rank(config: EngineConfig) -> int:
@@ -758,18 +595,3 @@ def _without_late_token(chunk: ScheduledChunk, late: set[Sequence]) -> Scheduled
     if chunk.sequence not in late:
         return chunk
     return replace(chunk, num_tokens=chunk.num_tokens - 1, samples=False, draft=()) if chunk.num_tokens > 1 else None
-
-
-def _stats(chunks: list[ScheduledChunk], duration_s: float) -> StepStats:
-    """A drafted token is work like a prompt's token."""
-    prefill = [chunk for chunk in chunks if not (chunk.num_tokens == 1 and chunk.samples)]
-    decode = [chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.samples]
-    drafted = [(chunk.start + chunk.num_tokens, len(chunk.draft)) for chunk in chunks if chunk.draft]
-    return StepStats(
-        duration_s=duration_s,
-        num_prefill_tokens=sum(chunk.num_tokens for chunk in prefill) + sum(num for _, num in drafted),
-        prefill_attention=sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in prefill)
-        + sum(num * (start + num / 2) for start, num in drafted),
-        num_decode_seqs=len(decode),
-        num_decode_kv_tokens=sum(chunk.start + 1 for chunk in decode),
-    )

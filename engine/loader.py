@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,18 +126,9 @@ def load_model(
         kv = measure_kv(module)
     if group is not None:
         check_heads(config.model, text, kv, group.size)
-    kernels = device.type
+    kernels = _use_kernels(module, device, kv.dtype, config.weights)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took and gave back is free for the pool
-    if device.type == "cpu":
-        from tandem.engine.cpu.kinds import kernels_of
-        from tandem.engine.cpu.optimize import optimize
-        from tandem.engine.native_layers import use_native_layers
-
-        optimize(module, is_int8=config.weights == "int8")
-        _leave_weight_files(module)
-        use_native_layers(module)
-        kernels = kernels_of(kv.dtype) + (" int8" if config.weights == "int8" else "")
     if group is not None:
         sum_experts(module, group)
     return LoadedModel(
@@ -155,6 +147,25 @@ def load_model(
         attention=_attention_identity(text),
         num_ranks=1 if group is None else group.size,
     )
+
+
+def _use_kernels(module: nn.Module, device: torch.device, dtype: torch.dtype, weights: str) -> str:
+    """Replace parts of the model with kernels for the device. Returns their name."""
+    if device.type == "cpu":
+        from tandem.engine.cpu import optimize as for_cpu
+        from tandem.engine.cpu.kinds import kernels_of
+        from tandem.engine.native_layers import use_native_layers
+
+        for_cpu.optimize(module, is_int8=weights == "int8")
+        _leave_weight_files(module)
+        use_native_layers(module)
+        return kernels_of(dtype) + (" int8" if weights == "int8" else "")
+    if find_spec("triton") is None:
+        return device.type
+    from tandem.engine.gpu import optimize as for_gpu
+
+    for_gpu.optimize(module)
+    return f"{device.type} fused"
 
 
 def _leave_weight_files(module: nn.Module) -> None:

@@ -20,8 +20,9 @@ from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.cpu import AttentionArguments, CpuAttention, step_arguments
 from tandem.engine.attention.interface import PagedStep, current_step
 from tandem.engine.cpu.library import check, load_kernels
-from tandem.engine.cpu.parts import GatedMlp, MergedLinear, PackedLinear, RmsNorm
+from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.kv_geometry import FORWARD_ERRORS
+from tandem.engine.parts import GatedMlp, MergedLinear, RmsNorm
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -249,7 +250,8 @@ class _Parts:
 
     query_key_value: PackedLinear
     output: PackedLinear
-    mlp: GatedMlp
+    gate_up: PackedLinear
+    down: PackedLinear
     norms: tuple[RmsNorm, RmsNorm]  # before attention, before the MLP
     head_norms: tuple[RmsNorm | None, RmsNorm | None]  # of queries and keys
 
@@ -280,7 +282,7 @@ class _Parts:
 
     @property
     def _linears(self) -> tuple[PackedLinear, ...]:
-        return self.query_key_value, self.output, self.mlp.gate_up, self.mlp.down
+        return self.query_key_value, self.output, self.gate_up, self.down
 
     def describe(self) -> _Layer:
         return _Layer(
@@ -350,16 +352,15 @@ def _parts_of(layer: nn.Module) -> _Parts | None:
     head_norms = [_forward_of(getattr(attention, name, None), RmsNorm) for name in ("q_norm", "k_norm")]
     names = _ATTENTION_PARTS | ({"q_norm", "k_norm"} if None not in head_norms else set())
     projections = [getattr(attention, name, None) for name in _PROJECTIONS]
-    output = getattr(attention, "o_proj", None)
+    products = getattr(attention, "o_proj", None), getattr(mlp, "gate_up", None), getattr(mlp, "down", None)
     if (
-        mlp is None
-        or None in norms
+        None in norms
         or set(dict(attention.named_children())) != names
         or not all(isinstance(part, MergedLinear) for part in projections)
-        or not isinstance(output, PackedLinear)
+        or not all(isinstance(part, PackedLinear) for part in products)
     ):
         return None
-    return _Parts(projections[0].product.packed, output, mlp, tuple(norms), tuple(head_norms))  # type: ignore[union-attr]
+    return _Parts(projections[0].product.product, *products, tuple(norms), tuple(head_norms))  # type: ignore[union-attr,arg-type]
 
 
 def _forward_of(part: Any, kind: type[Any]) -> Any:

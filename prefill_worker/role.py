@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.engine.engine import Engine, SequenceOutput, StepResult
+from tandem.engine.engine import Engine
 from tandem.engine.sequence import Phase, Sequence
+from tandem.engine.step_result import SequenceOutput, StepResult
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.outbox import HandoffEnded, Outbox
 from tandem.kv_transfer.transport.base import TransferState, Transport
@@ -114,7 +115,7 @@ class PrefillRole:
         receiver = request.decode_worker
         if receiver.process in self._dead:
             raise PeerLost(f"decode worker {receiver.worker_id} died")
-        sequence = self._engine.sequence_of(request, now, Phase.PREFILL_ONLY, digests)
+        sequence = self._engine.factory.sequence_of(request, now, Phase.PREFILL_ONLY, digests)
         sequence.kv_holder, sequence.kv_receiver = request.kv_holder, receiver
         self._links.connect(receiver, now)
         num_blocks = self._engine.scheduler.blocks.num_needed(sequence)

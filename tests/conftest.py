@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tests.support.fake_openai import FakeServer
 
 # Triton decides when it is imported (torch imports it too) whether kernels are compiled or interpreted on the CPU. On a
-# machine with a GPU, TRITON_INTERPRET=0 runs their tests there.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+# machine with a GPU they are compiled, as its engines need.
+os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidia0").exists() else "1")
 
 # Property tests take their number of examples from a profile: the same 50 in every run, or, with
 # `--hypothesis-profile=thorough`, 1000 others each time. They measure no time: on a busy machine any example may take

@@ -189,7 +189,7 @@ class MessageDispatcher:
         elif isinstance(request, Decode):
             self._parts.decode.accept(request, now, digests)
         else:
-            sequence = self._parts.engine.sequence_of(request, now, digests=digests)
+            sequence = self._parts.engine.factory.sequence_of(request, now, digests=digests)
             sequence.kv_holder = request.kv_holder
             self._parts.engine.add(sequence)
 

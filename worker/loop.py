@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from tandem.engine.engine import StepResult
+from tandem.engine.step_result import StepResult
 from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.protocol.config import WorkerConfig

@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from tandem.engine.engine import SequenceOutput
 from tandem.engine.sequence import Sequence
+from tandem.engine.step_result import SequenceOutput
 from tandem.protocol.digest import join_digests
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import (

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.cpu.library import check, load_kernels
+from tandem.engine.replacement import Kernels
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
@@ -65,3 +66,13 @@ def make_silu_multiply() -> Callable[[Tensor, Tensor], Tensor]:
         return out
 
     return silu_multiply
+
+
+def make_kernels() -> Kernels:
+    """The kernels of this file."""
+    rotate = make_rotate()
+    return Kernels(
+        rms_norm=make_rms_norm(),
+        silu_multiply=make_silu_multiply(),
+        rotate=lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin)),
+    )

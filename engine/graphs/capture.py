@@ -63,6 +63,8 @@ def record_graphs(runner: ModelRunner, config: EngineConfig, recorder: GraphReco
     except NotRecordable as exc:
         _log_without(runner.model, exc)
         return None
+    finally:
+        recorder.trim()  # of what the checks took: float32 logits of the largest step, several times
     logger.info(
         "recorded %d graphs of up to %d sequences in %.1f s", len(sizes), sizes[-1], time.monotonic() - begun_at
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -126,7 +127,9 @@ def _without_gc() -> Iterator[None]:
 def _refusing_syncs() -> Iterator[None]:
     """Raise RuntimeError where torch waits for the device."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the mode is a prototype: lines in the user's terminal
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -189,7 +189,8 @@ class HttpProtocol(HttpToolsProtocol):
     def refuse_unfinished_body(self) -> None:
         """Refuse this connection's unfinished body, if there is one, to free memory for others."""
         if self._num_unfinished_bytes:
-            self.refuse(TooManyBodies("Too many bodies arrive at once; try again later."))
+            most = self._shared.max_unfinished_bytes
+            self.refuse(TooManyBodies(f"The bodies that arrive at once exceed {most} bytes; try again later."))
 
     def shed(self) -> None:
         """Make room for another connection: at once if this one was about to end, else when its client has read."""
@@ -496,7 +497,8 @@ class HttpProtocol(HttpToolsProtocol):
             raise InvalidHttp("A request needs one Host header.")
         if not self._shared.make_room_for(self) and self.url.partition(b"?")[0] not in _OPERATOR_PATHS:
             raise TooManyConnections(
-                f"All {self._shared.max_connections} connections of this server are in use; try again later."
+                f"All {self._shared.max_connections} connections of this server (--max-connections) are in use; "
+                "try again later."
             )
 
     def _header_too_large(self) -> HeaderTooLarge:

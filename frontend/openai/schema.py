@@ -253,10 +253,17 @@ class ChatMessage(msgspec.Struct, frozen=True):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 
 
+class PredictedPart(msgspec.Struct, frozen=True):
+    """One part of a prediction. Of any other type than text it is ignored."""
+
+    type: Annotated[str | None, Doc("`text`.")] = None
+    text: Annotated[str | None, Doc("The text.")] = None
+
+
 class Prediction(msgspec.Struct, frozen=True):
     """What the answer will probably be like, as OpenAI has it. It makes the answer faster where it is right."""
 
-    content: Annotated[str | list[ContentPart] | None, Doc("Text that much of the answer repeats.")] = None
+    content: Annotated[str | list[PredictedPart] | None, Doc("Text that much of the answer repeats.")] = None
     type: Annotated[str | None, Doc("`content`.")] = None
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import common
 from benchmarks.common import Server, free_port, launched, measure_each, ratio, write_result
+from tandem.loadtest.stats import Distribution
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "arguments(__doc__" in path.read_text())
@@ -57,7 +58,7 @@ def test_a_server_that_ends_early_is_reported_with_its_log(capsys: pytest.Captur
 
 
 def test_a_result_says_what_it_takes_to_repeat_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "_ROOT", tmp_path)
+    monkeypatch.setattr(common, "HERE", tmp_path)
     monkeypatch.setattr(sys, "argv", ["benchmarks/exposure.py", "--seed", "3"])
     path = write_result("exposure", Namespace(seed=3), {512: {"share": math.nan, "rows": [(1, 0.5)]}})
     report = json.loads(path.read_text())
@@ -98,6 +99,18 @@ def test_a_server_that_fails_does_not_take_the_others_results(capsys: pytest.Cap
     servers = [nullcontext(Server(name, f"http://{name}", "m", 1.0)) for name in "abc"]
     assert measure_each(servers, measure) == {"a": "http://a", "c": "http://c"}
     assert "left out: b: no tokens" in capsys.readouterr().out
+
+
+def test_results_are_rows_with_their_names_in_front(capsys: pytest.CaptureFixture[str]) -> None:
+    times = Distribution.of([0.001, 0.003])
+    common.print_results(
+        "Waits", {"a": common.in_ms("wait", times, "p50", "max"), "b": {"wait p50": math.nan, "wait max": 0}}
+    )
+    told = capsys.readouterr().out
+    assert re.search(r"wait p50 . wait max", told)
+    assert re.search(r"a . +2 . +3 ", told)
+    assert re.search(r"b . +- . +0 ", told)
+    common.print_results("All servers were left out", {})
 
 
 @pytest.mark.parametrize(("words", "expected"), [([], (5, [1, 8])), (["--quick"], (1, [1, 8]))])

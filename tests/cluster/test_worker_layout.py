@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from tandem.cluster.worker_layout import needs_of, resolve, worker_configs
-from tandem.protocol.config import ClusterConfig, EngineConfig
+from tandem.protocol.config import ClusterConfig, EngineConfig, TransferConfig
 from tandem.protocol.errors import ConfigError
 
 CONFIG = ClusterConfig(engine=EngineConfig(model="m"))
@@ -79,6 +79,15 @@ def test_workers_share_gpus_where_there_are_too_few(
     assert resolved.engine.gpu_memory_share == pytest.approx(memory_share)
     on_cpu = resolve(replace(CONFIG, num_decode=num_decode, engine=EngineConfig(model="m", device="cpu")))
     assert on_cpu.num_gpus_per_worker == 0
+
+
+def test_nccl_is_refused_between_workers_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_nodes(monkeypatch, 8)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
+    config = replace(CONFIG, transfer=TransferConfig(transport="nccl"))
+    assert resolve(config).num_gpus_per_worker == 1
+    with pytest.raises(ConfigError, match=r"transport='nccl' .* share a GPU, and 3 workers get 0\.5 of one each"):
+        resolve(replace(config, num_decode=2))
 
 
 def test_ranks_of_a_server_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.engine import Engine, SequenceFailure
+from tandem.engine.engine import Engine
 from tandem.engine.sampling.sampler import Sampler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
+from tandem.engine.step_result import SequenceFailure
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError, ContextLengthExceeded, RequestError
 from tandem.protocol.messages import FinishReason, WorkerPriority
@@ -33,7 +34,7 @@ def make_sampling(**changes: Any) -> SamplingParams:
 
 
 def add(engine: Engine, name: str, prompt: list[int], phase: Phase = Phase.WHOLE, **sampling: Any) -> Sequence:
-    sequence = engine.make_sequence(name, prompt, make_sampling(**sampling), phase=phase)
+    sequence = engine.factory.make_sequence(name, prompt, make_sampling(**sampling), phase=phase)
     engine.add(sequence)
     return sequence
 
@@ -111,9 +112,9 @@ def test_a_small_pool_shortens_the_context(build_engine: BuildEngine) -> None:
     [tokens] = generate(engine, [make_prompt(47)])
     assert len(tokens) == 1
     with pytest.raises(ContextLengthExceeded, match="48 tokens"):
-        engine.make_sequence("r", make_prompt(48), make_sampling())
+        engine.factory.make_sequence("r", make_prompt(48), make_sampling())
     with pytest.raises(ContextLengthExceeded, match="0 tokens"):
-        engine.make_sequence("r", [], make_sampling())
+        engine.factory.make_sequence("r", [], make_sampling())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_a_small_pool_shortens_the_context(build_engine: BuildEngine) -> None:
 def test_ids_outside_the_vocabulary_are_refused_before_a_step(wrong: dict[str, Any], build_engine: BuildEngine) -> None:
     engine = build_engine()
     with pytest.raises(RequestError, match="this model's are 0 to 199"):
-        engine.make_sequence("r", [5] if wrong else [5, VOCAB], make_sampling(**wrong))
+        engine.factory.make_sequence("r", [5] if wrong else [5, VOCAB], make_sampling(**wrong))
 
 
 def tokens_and_kv(engine: Engine, prompts: list[list[int]]) -> dict[int, tuple[list[int], Tensor]]:
@@ -185,7 +186,7 @@ def test_tenants_do_not_share_a_prefix(build_engine: BuildEngine) -> None:
     prompt = make_prompt(40)
     hits = []
     for i, salt in enumerate(("a", "b", "a", "")):
-        sequence = engine.make_sequence(str(i), prompt, make_sampling(), cache_salt=salt)
+        sequence = engine.factory.make_sequence(str(i), prompt, make_sampling(), cache_salt=salt)
         engine.add(sequence)
         drain(engine)
         hits.append(sequence.num_cached_tokens)
@@ -212,7 +213,7 @@ def test_being_overtaken_changes_nothing(dtype: str, build_engine: BuildEngine) 
     sequences = []
     for i, prompt in enumerate(prompts):  # each overtakes those before it
         priority = WorkerPriority(order=-float(i), max_step_tokens=7)
-        sequences.append(engine.make_sequence(str(i), prompt, make_sampling(), priority=priority))
+        sequences.append(engine.factory.make_sequence(str(i), prompt, make_sampling(), priority=priority))
         engine.add(sequences[-1])
         engine.step()
     assert [sequence.num_computed_tokens for sequence in sequences] == [7, 7, 7], "all are begun"
@@ -233,7 +234,7 @@ def test_received_blocks_continue_exactly(length: int, dtype: str, build_engine:
     drain(sender)
     assert sent.finish_reason is None
     assert sender.pool.num_used == len(sent.blocks) == -(-length // 16)
-    received = receiver.make_sequence("r", prompt, make_sampling(**options))
+    received = receiver.factory.make_sequence("r", prompt, make_sampling(**options))
     received.blocks += receiver.pool.try_allocate(len(sent.blocks)) or []
     receiver.kv.write(received.blocks, sender.kv.read(sent.blocks))
     received.num_computed_tokens = length

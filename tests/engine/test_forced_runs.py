@@ -14,8 +14,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tandem.engine.engine import Engine, SequenceOutput
+from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
+from tandem.engine.step_result import SequenceOutput
 from tandem.engine.structured_output import StructuredOutput
 from tandem.protocol.messages import FinishReason
 from tests.engine.test_engine import add, make_prompt

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.engine import Engine, SequenceOutput
+from tandem.engine.engine import Engine
 from tandem.engine.sequence import Phase, Sequence
 from tandem.engine.sequence_blocks import SequenceBlocks
+from tandem.engine.step_result import SequenceOutput
 from tandem.protocol.messages import FinishReason, Fork
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import make_prompt, make_sampling
@@ -89,7 +90,7 @@ def separate(engine: Engine, prompt: list[int], num_answers: int, **sampling: An
     told: Told = {}
     for fork in [Fork("r", 5), *make_forks(num_answers - 1)]:
         params = make_sampling(**{**DRAWN, **sampling, "seed": fork.seed})
-        engine.add(engine.make_sequence(fork.request_id, prompt, params))
+        engine.add(engine.factory.make_sequence(fork.request_id, prompt, params))
         drain(engine, told)
     return facts(told)
 
@@ -225,7 +226,7 @@ def test_a_failing_prompt_fails_with_its_forks(build_engine: BuildEngine, monkey
 
     monkeypatch.setattr(engine.runner, "run", run_others)
     add_forked(engine, make_prompt(20), 3)
-    engine.add(engine.make_sequence("other", make_prompt(5), make_sampling()))
+    engine.add(engine.factory.make_sequence("other", make_prompt(5), make_sampling()))
     (result,) = engine.step()
     assert [failure.sequence.request_id for failure in result.failures] == ["r", "r-1", "r-2"]
     drain(engine, {"other": result.outputs})
@@ -250,7 +251,7 @@ def test_other_requests_leave_room_for_the_forks_of_a_prompt(build_engine: Build
     engine = build_engine(num_blocks=40, max_num_seqs=4)
     engine.scheduler.admission.lengths = Expects(100)
     add_forked(engine, make_prompt(40), 4, max_tokens=100)
-    engine.add(engine.make_sequence("other", make_prompt(10), make_sampling()))
+    engine.add(engine.factory.make_sequence("other", make_prompt(10), make_sampling()))
     told: Told = {}
     step(engine, told)
     assert sorted(told) == ["r", "r-1", "r-2", "r-3"]

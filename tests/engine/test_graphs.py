@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tandem.engine.block_table import BlockTable
 from tandem.engine.engine import Engine
 from tandem.engine.graphs.capture import required_bytes
 from tandem.engine.graphs.decode import DecodeGraphs, batch_sizes
-from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable
+from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable, _refusing_syncs
 from tandem.engine.model_check import row_errors, tolerance
 from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.protocol.config import EngineConfig
@@ -193,6 +194,43 @@ def test_a_graph_that_computes_wrong_is_not_used(build_engine: BuildEngine, capl
     assert engine.runner.graphs is None
     assert "the graph of 4 sequences differs by nan (relative) from its own step" in caplog.text
     assert generate(engine, [make_prompt(9)]) == generate(build_engine(), [make_prompt(9)])
+
+
+class Trimmed(HostGraphRecorder):
+    num_graphs_when_trimmed = 0
+
+    def trim(self) -> int:
+        self.num_graphs_when_trimmed = len(self.graphs)
+        return super().trim()
+
+
+def test_what_the_checks_of_graphs_took_is_given_back(
+    build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_kernels(monkeypatch)
+    recorders: list[Trimmed] = []
+
+    def make(_: torch.device) -> Trimmed:
+        recorders.append(Trimmed())
+        return recorders[-1]
+
+    assert build_engine(make_recorder=make, max_num_seqs=4).runner.graphs is not None
+    assert recorders[-1].num_graphs_when_trimmed == len(recorders[-1].graphs) > 1
+
+
+def test_the_mode_that_finds_waits_says_nothing_in_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = []
+
+    def set_mode(mode: Any) -> None:
+        modes.append(mode)
+        if mode == "error":
+            warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with _refusing_syncs():  # in these tests a warning is an error
+        pass
+    assert modes == ["error", 0]
 
 
 class Accountant(HostGraphRecorder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.engine.cpu.parts import PackedLinear
+from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.loader import load_model
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError

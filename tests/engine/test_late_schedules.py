@@ -173,7 +173,9 @@ def oracle(build_engine: BuildEngine) -> Oracle:
     for prompt in prompts:
         for kind, fields in KINDS.items():
             sampling = make_sampling(max_tokens=40, **fields)
-            sequence = engine.make_sequence(f"{prompt} {kind}", list(prompt), sampling, cache_salt=f"{prompt} {kind}")
+            sequence = engine.factory.make_sequence(
+                f"{prompt} {kind}", list(prompt), sampling, cache_salt=f"{prompt} {kind}"
+            )
             engine.add(sequence)
             sequences[prompt, kind] = sequence
     while engine.has_work:
@@ -241,7 +243,7 @@ def test_impatience_reads_early_or_overwrites(who: str, build_engine: BuildEngin
 def test_no_step_after_a_known_end(phase: Phase, max_tokens: int, num_steps: int, build_engine: BuildEngine) -> None:
     engine = build_engine()
     LateDevice(engine, 0, share_wrong=0.0)
-    sequence = engine.make_sequence("r", [5, 6, 7], make_sampling(max_tokens=max_tokens), phase=phase)
+    sequence = engine.factory.make_sequence("r", [5, 6, 7], make_sampling(max_tokens=max_tokens), phase=phase)
     engine.add(sequence)
     results = []
     while engine.has_work:
@@ -254,7 +256,7 @@ def test_a_penalty_is_waited_for_and_others_are_not(build_engine: BuildEngine) -
     for fields, is_computing in (({}, True), ({"repetition_penalty": 1.2}, False), ({"presence_penalty": 0.5}, False)):
         engine = build_engine()
         LateDevice(engine, 0, share_done=0.0)
-        engine.add(engine.make_sequence("r", [5, 6, 7], make_sampling(max_tokens=3, **fields)))
+        engine.add(engine.factory.make_sequence("r", [5, 6, 7], make_sampling(max_tokens=3, **fields)))
         engine.step()
         assert engine.is_computing == is_computing, fields
         engine.stream.wait(engine.stream.record())

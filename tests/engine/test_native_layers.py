@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from tandem.engine.attention.cpu import CpuAttention
 from tandem.engine.attention.interface import ATTENTION_NAME, PagedStep, register
 from tandem.engine.cpu.optimize import optimize
-from tandem.engine.cpu.parts import MergedLinear, PackedLinear, SharedProduct
+from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.native_layers import NativeLayers, use_native_layers
+from tandem.engine.parts import MergedLinear, SharedProduct
 from tests.support.architectures import SERVED
 from tests.support.attention_case import Case
 

@@ -14,7 +14,8 @@ from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as i
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_rotary
 
 from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
-from tandem.engine.cpu.optimize import _agrees, _first, _rotary_agrees, optimize
+from tandem.engine.cpu.optimize import _first, optimize
+from tandem.engine.replacement import agrees, rotary_agrees
 from tests.support.architectures import SERVED
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -73,16 +74,16 @@ def test_a_probe_tells_rotary_layouts_apart() -> None:
     def candidate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    assert _rotary_agrees(half_rotary, candidate)
-    assert not _rotary_agrees(interleaved_rotary, candidate)
+    assert rotary_agrees(half_rotary, candidate)
+    assert not rotary_agrees(interleaved_rotary, candidate)
 
 
 def test_a_candidate_of_another_shape_or_with_an_error_does_not_agree() -> None:
     probe = torch.randn(1, 5, 8)
-    assert _agrees(nn.Identity(), lambda x: x, probe)
-    assert not _agrees(nn.Identity(), lambda x: x[..., :4], probe)
-    assert not _agrees(nn.Identity(), lambda x: x.missing, probe)
-    assert not _agrees(nn.Identity(), lambda x: x * 1.1, probe)
+    assert agrees(nn.Identity(), lambda x: x, probe)
+    assert not agrees(nn.Identity(), lambda x: x[..., :4], probe)
+    assert not agrees(nn.Identity(), lambda x: x.missing, probe)
+    assert not agrees(nn.Identity(), lambda x: x * 1.1, probe)
 
 
 def test_a_norm_kept_in_float32_serves_bfloat16_inputs_its_own_way() -> None:

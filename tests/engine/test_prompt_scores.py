@@ -170,7 +170,7 @@ def test_a_prompt_that_is_handed_over_is_scored_where_it_is_computed(build_engin
     drain(engine)
     assert scores_of(sequence) == expected
     engine.scheduler.blocks.release(sequence)
-    received = engine.make_sequence("d", prompt, sequence.sampling)
+    received = engine.factory.make_sequence("d", prompt, sequence.sampling)
     received.token_ids.append(tokens[0])  # as a decode worker goes on that computes the prompt itself
     engine.add(received)
     drain(engine)

@@ -255,7 +255,8 @@ def test_launching_waits_for_nothing_on_a_gpu() -> None:
     tokens = [token for token in launched.read() if isinstance(token, SampledToken)]
     assert [token.token_id for token in tokens] == sample(logits, *sequences)
     on_device_ids = launched.token_ids.tolist()
-    assert all(token.is_on_device == (token.token_id == i) for token, i in zip(tokens, on_device_ids, strict=True))
+    # The host may choose the very token that the device has; where it says that it has, it is that one.
+    assert all(token.token_id == i for token, i in zip(tokens, on_device_ids, strict=True) if token.is_on_device)
 
 
 @pytest.mark.parametrize("num_candidates", [1, 7, 49, 50])

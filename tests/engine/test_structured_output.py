@@ -17,8 +17,9 @@ import llguidance
 import pytest
 
 from tandem.engine import structured_output
-from tandem.engine.engine import Engine, SequenceFailure, StepResult
+from tandem.engine.engine import Engine
 from tandem.engine.sequence import Phase, Sequence
+from tandem.engine.step_result import SequenceFailure, StepResult
 from tandem.engine.structured_output import GrammarMatcher, MaskBudget
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.grammar import GrammarError, compile_probe
@@ -166,7 +167,7 @@ def test_a_worker_that_takes_over_goes_on_with_the_same_tokens(folder: Path, tok
         sampling = {"grammar": "", "max_tokens": 60, "ignore_eos": False, **changes}
         here = add(first, str(i), make_prompt(20), phase=Phase.PREFILL_ONLY, **sampling)
         run_handoff(first, here)
-        there = second.make_sequence(str(i), make_prompt(20), make_sampling(**sampling))
+        there = second.factory.make_sequence(str(i), make_prompt(20), make_sampling(**sampling))
         there.token_ids += output(here)
         second.add(there)
         assert run(second) == []
@@ -487,7 +488,7 @@ def test_grammars_of_requests_that_have_left_are_not_compiled(engine: Engine, he
     may_go_on, compiled = held_compiler
     grammars = [regex_grammar(f"a{{{i + 1}}}") for i in range(200)]
     asked = [ask(engine, str(i), grammar) for i, grammar in enumerate(grammars)]
-    never_queued = engine.make_sequence("101", make_prompt(20), make_sampling(grammar=grammars[101]))
+    never_queued = engine.factory.make_sequence("101", make_prompt(20), make_sampling(grammar=grammars[101]))
     engine.step()
     for i, sequence in enumerate(asked):
         if i not in (0, 100, 199):  # of 0 the compiler is at work
@@ -526,7 +527,7 @@ def test_equal_grammars_of_a_tenant_are_compiled_once(engine: Engine, held_compi
     assert compiled == [regex_grammar("[ab]{5}"), regex_grammar("[ab]{6}")]
     for salt in ("a", "a", "b"):
         asked = make_sampling(grammar=regex_grammar("ab"), max_tokens=1)
-        engine.add(engine.make_sequence(salt, make_prompt(20), asked, cache_salt=salt))
+        engine.add(engine.factory.make_sequence(salt, make_prompt(20), asked, cache_salt=salt))
         assert run(engine) == []
     assert compiled[2:] == [regex_grammar("ab")] * 2
 

@@ -236,7 +236,9 @@ def test_kernels_compile_for_gpus(compiled: list[dict[str, Any]]) -> None:
 def test_steps_of_another_size_need_no_other_kernel(compiled: list[dict[str, Any]]) -> None:
     """A kernel that is compiled while requests wait delays them by seconds."""
     names = [(kernel["kernel"], kernel["capability"]) for kernel in compiled]
-    assert names == [(name, gpu) for name in KERNELS for gpu in (80, 80, 90, 90)]
+    attention = [(name, gpu) for name in KERNELS for gpu in (80, 80, 90, 90)]
+    norms = [("rms_norm", gpu) for gpu in (80, 80, 90, 90)]  # of rows, and of heads
+    assert names == attention + norms + [(name, gpu) for name in ("silu_multiply", "rotate") for gpu in (80, 90)]
 
 
 @pytest.mark.parametrize("name", ["attend", "attend_decoding"])

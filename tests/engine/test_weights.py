@@ -202,7 +202,7 @@ def greedy(folder: Path, dtype: str = "float32") -> tuple[Engine, list[list[int]
     engine = Engine(EngineConfig(model=str(folder), dtype=dtype, device="cpu", pool_bytes=8 << 20, max_num_seqs=4,
                                  max_num_batched_tokens=17))  # fmt: skip
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    sequences = [engine.make_sequence(str(n), list(range(3, 3 + n)), sampling) for n in (5, 20, 40)]
+    sequences = [engine.factory.make_sequence(str(n), list(range(3, 3 + n)), sampling) for n in (5, 20, 40)]
     for sequence in sequences:
         engine.add(sequence)
     while engine.has_work:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from tandem.kv_transfer.transport.base import TransferState
 from tandem.kv_transfer.transport.nixl import NixlTransport
-from tandem.kv_transfer.transport.nixl_agent import NixlAgent, TransferHandle
+from tandem.kv_transfer.transport.nixl_agent import NixlAgent, TransferHandle, ucx_defaults
 from tandem.kv_transfer.transport.notification_order import (
     HEADER_BYTES,
     MAX_AHEAD,
@@ -145,3 +145,16 @@ def test_a_read_that_cannot_be_cancelled_is_lost_only_when_it_can(monkeypatch: p
     finally:
         transport.close()
         other.close()
+
+
+@pytest.mark.parametrize(
+    ("is_on_gpu", "is_local", "expected"),
+    [
+        (False, False, {}),
+        (False, True, {"UCX_NET_DEVICES": "lo"}),
+        (True, False, {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}),
+        (True, True, {"UCX_NET_DEVICES": "lo", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}),
+    ],
+)
+def test_ucx_is_told_of_gpus_and_of_loopback(is_on_gpu: bool, is_local: bool, expected: dict[str, str]) -> None:
+    assert ucx_defaults(is_on_gpu=is_on_gpu, is_local=is_local) == expected

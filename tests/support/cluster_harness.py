@@ -17,8 +17,9 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from tandem.engine.engine import Engine, StepResult
+from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence as EngineSequence
+from tandem.engine.step_result import StepResult
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessWrite
 from tandem.protocol.config import EngineConfig, RouterConfig, TierConfig, TransferConfig, WorkerConfig
 from tandem.protocol.digest import EVERYONE
@@ -323,7 +324,7 @@ class Oracle:
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | sampling)
         # A salt of its own keeps the oracle from ever using its cache.
         salt = str(self._num_requests)
-        sequence = self._engine.make_sequence(salt, list(token_ids), params, cache_salt=salt)
+        sequence = self._engine.factory.make_sequence(salt, list(token_ids), params, cache_salt=salt)
         self._engine.add(sequence)
         while sequence.finish_reason is None:
             self._engine.step()

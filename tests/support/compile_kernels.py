@@ -1,4 +1,4 @@
-"""Compiles the Triton attention kernels for GPUs without having one, as launches would.
+"""Compiles the Triton kernels for GPUs without having one, as launches would.
 
 `python -m tests.support.compile_kernels` prints a JSON object a line for each compiled kernel: its name, capability,
 shared memory and code in bytes, and counts of instructions. This is a program of its own because Triton decides once
@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from tandem.engine.attention import triton_kernels
 from tandem.engine.attention.triton import TritonAttention, split_tokens
+from tandem.engine.gpu import kernels, ops
 from tests.support.attention_case import Case
 
 _CAPABILITIES = (80, 90)  # the index is the device's number
@@ -61,15 +62,34 @@ def run_steps(device: int, head_dim: int, dtype: torch.dtype, **options: Any) ->
         case.run(backend, pool, chunks, **options)
 
 
+def run_parts(device: int, dtype: torch.dtype) -> None:
+    """Launch the kernels between products for steps of several sizes, of a Llama with norms of its heads."""
+    driver.set_active(NoGpu(device))  # type: ignore[arg-type]
+    for num_tokens in (1, 16, 700):
+        x = torch.zeros(1, num_tokens, 4096, dtype=dtype)
+        ops.rms_norm(x, x[0, 0], 1e-6)
+        heads = torch.zeros(1, num_tokens, 48, 128, dtype=dtype)
+        ops.rms_norm(heads[:, :, :32], heads[0, 0, 0], 1e-6)
+        query, key = heads[:, :, :32].transpose(1, 2), heads[:, :, 32:40].transpose(1, 2)
+        ops.rotate(query, key, heads[:, :, 0].contiguous(), heads[:, :, 0].contiguous())
+        both = torch.zeros(1, num_tokens, 2 * 14336, dtype=dtype)
+        ops.silu_multiply(both[..., :14336], both[..., 14336:])
+
+
 if __name__ == "__main__":
     JITFunction.__getitem__ = compile_only
     run_steps(0, 128, torch.bfloat16)
     run_steps(0, 64, torch.float32)
     run_steps(1, 80, torch.float16, window=128, sinks=torch.zeros(8))
     run_steps(1, 256, torch.bfloat16, window=4096, softcap=50.0)
-    for name in ("write_kv", "attend", "attend_decoding", "merge_splits"):
+    run_parts(0, torch.float32)
+    run_parts(1, torch.bfloat16)
+    of_attention = [getattr(triton_kernels, name) for name in ("write_kv", "attend", "attend_decoding", "merge_splits")]
+    of_parts = [kernels.rms_norm, kernels.silu_multiply, kernels.rotate]
+    for kernel in of_attention + of_parts:
+        name = kernel.fn.__name__
         for device, capability in enumerate(_CAPABILITIES):
-            for compiled in getattr(triton_kernels, name).device_caches[device][0].values():
+            for compiled in kernel.device_caches[device][0].values():
                 code = compiled.asm["ptx"]
                 counts = {what: code.count(instruction) for what, instruction in _COUNTED.items()}
                 sizes = {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"])}

@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from tandem.decode_worker.role import DecodeRole
-from tandem.engine.engine import Engine, SequenceOutput
+from tandem.engine.engine import Engine
+from tandem.engine.step_result import SequenceOutput
 from tandem.kv_transfer.handshake import compatibility_fields
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.faulty import FaultyTransport
@@ -483,7 +484,7 @@ class _World:
         return self._work[number]
 
     def _answer(self, prompt: list[int], sampling: SamplingParams, *, salt: str) -> list[int]:
-        sequence = self._oracle.make_sequence(salt, prompt, sampling, cache_salt=salt)
+        sequence = self._oracle.factory.make_sequence(salt, prompt, sampling, cache_salt=salt)
         self._oracle.add(sequence)
         while sequence.finish_reason is None:
             self._oracle.step()

@@ -21,4 +21,4 @@ def fork_sequence(
 ) -> Sequence:
     """A sequence and its forks, not queued yet."""
     request = Generate(request_id=name, token_ids=prompt, sampling=sampling, forks=list(forks))
-    return engine.sequence_of(request, 0.0, phase)
+    return engine.factory.sequence_of(request, 0.0, phase)

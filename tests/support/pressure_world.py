@@ -81,7 +81,7 @@ class PressureWorld:
             stream=HostStream(),
             scheduler=self.scheduler,
             pool=self.pool,
-            sequence_of=self._sequence_of,
+            factory=SimpleNamespace(sequence_of=self._sequence_of),
             add=self.add,
         )
         links: Any = SimpleNamespace(me=D, remember=lambda peer: None, send=self._sent)

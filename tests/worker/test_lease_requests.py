@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tandem.decode_worker.role import DecodeRole
-from tandem.engine.engine import Engine, SequenceOutput
+from tandem.engine.engine import Engine
+from tandem.engine.step_result import SequenceOutput
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
 from tandem.prefill_worker.block_writes import RecentPace

@@ -17,6 +17,7 @@ import torch
 from tandem.engine.engine import Engine
 from tandem.engine.sampling.sampler import Sampler
 from tandem.engine.sequence import Sequence
+from tandem.engine.sequence_factory import SequenceFactory
 from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite
 from tandem.protocol.digest import split_digests
@@ -141,16 +142,18 @@ def assert_serves(worker: Worker, client: Client) -> None:
                 return
 
 
-@pytest.mark.parametrize("name", ["make_sequence", "add"])
-def test_what_is_not_taken_in_fails(name: str, worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = getattr(Engine, name)
+@pytest.mark.parametrize(("owner", "name"), [(SequenceFactory, "make_sequence"), (Engine, "add")])
+def test_what_is_not_taken_in_fails(
+    owner: type, name: str, worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(owner, name)
 
-    def raise_for_bad(engine: Engine, *arguments: Any, **fields: Any) -> Any:
+    def raise_for_bad(self: Any, *arguments: Any, **fields: Any) -> Any:
         if "bad" in (arguments[0], getattr(arguments[0], "request_id", "")):
             raise ZeroDivisionError
-        return original(engine, *arguments, **fields)
+        return original(self, *arguments, **fields)
 
-    monkeypatch.setattr(Engine, name, raise_for_bad)
+    monkeypatch.setattr(owner, name, raise_for_bad)
     prompt = [5] * 20
     for message in (
         Generate(request_id="bad", token_ids=prompt, sampling=GREEDY),

@@ -288,7 +288,7 @@ def test_a_request_goes_before_a_prefetch(tiny_model: Path, tmp_path: Path, monk
     pins.pin(Pin(pin_id="a", digests=digests, ttl_s=LONG_S, prefetch=Prefetch.HOST), now := time.monotonic())
     pins.pump(now)
     assert pins.is_prefetching
-    sequence = engine.make_sequence("r", asked, GREEDY)
+    sequence = engine.factory.make_sequence("r", asked, GREEDY)
     engine.add(sequence)
     engine.step()
     assert cache.fetcher.is_loading

@@ -138,7 +138,12 @@ class GrammarChecker:
         """One of a tenant's constraints at a time. Locks are fair: a tenant waits for at most one of each other."""
         tenant = self._tenants.get(name) or _Tenant()
         if tenant.num_waiting >= MAX_WAITING or self.num_waiting >= MAX_ALL_WAITING:
-            raise Overloaded(f"{self.num_waiting} new grammars are being checked already.", retry_after_s=MAX_CPU_S)
+            message = (
+                f"New grammars are being checked already: {tenant.num_waiting} of this tenant (at most {MAX_WAITING}), "
+            )
+            raise Overloaded(
+                f"{message}{self.num_waiting} of all (at most {MAX_ALL_WAITING}).", retry_after_s=MAX_CPU_S
+            )
         self._tenants[name] = tenant
         tenant.num_waiting += 1
         try:

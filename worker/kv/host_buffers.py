@@ -23,6 +23,7 @@ from tandem.protocol.errors import ConfigError
 
 _ALIGNMENT = 256
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
+_ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class PageLocker(Protocol):
@@ -130,10 +131,16 @@ class PinnedBuffers(HostBuffers):
 
 
 def _refusal(num_bytes: int, code: int) -> str:
+    refused = (
+        f"{num_bytes / 1e6:.1f} MB of host memory cannot be page-locked for the tiers: cudaHostRegister returned {code}"
+    )
+    if code == _ALREADY_REGISTERED:
+        return (
+            f"{refused}: some of it is locked already; end what else this process keeps in its tiers, or start it again"
+        )
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     locked = "any amount" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:.1f} MB"
     return (
-        f"{num_bytes / 1e6:.1f} MB of host memory cannot be page-locked for the tiers: cudaHostRegister returned "
-        f"{code}, and this process may lock {locked}; raise that (ulimit -l, --ulimit memlock=-1 of a container), or "
-        "serve without tiers"
+        f"{refused}, and this process may lock {locked}; raise that (ulimit -l, --ulimit memlock=-1 of a container), "
+        "or serve without tiers"
     )

@@ -160,7 +160,7 @@ def test_an_answer_is_drafted_from_the_one_before_in_its_scope_only(drafting: Ca
     again, num_again = answer_of(engine, make_prompt(40), **request)
     assert first == again
     assert num_again < num_steps / 4
-    stranger = engine.make_sequence("s", make_prompt(40), make_sampling(**request), cache_salt="other")
+    stranger = engine.factory.make_sequence("s", make_prompt(40), make_sampling(**request), cache_salt="other")
     engine.add(stranger)
     num_stranger = 0
     while engine.has_work:
@@ -240,7 +240,7 @@ def test_another_engine_goes_on(num_known: int, build_engine: BuildEngine, draft
     expected, _ = answer_of(build_engine(speculate="off"), make_prompt(20), **request)
     engine = drafting()
     sampling = make_sampling(prediction=tuple(expected), **request)
-    sequence = engine.make_sequence("r", make_prompt(20), sampling, output_ids=expected[:num_known])
+    sequence = engine.factory.make_sequence("r", make_prompt(20), sampling, output_ids=expected[:num_known])
     engine.add(sequence)
     while engine.has_work:
         engine.step()

@@ -158,7 +158,10 @@ async def test_streams_that_are_read_do_not_end_for_a_newcomer() -> None:
             for number, (writer, reader) in enumerate(zip(app.streams, streams, strict=True)):
                 assert b" 200 " in await answer(port, HEALTH)
                 refused = error_of(await answer(port, BYE))
-                assert refused == (503, "All 8 connections of this server are in use; try again later.")
+                assert refused == (
+                    503,
+                    "All 8 connections of this server (--max-connections) are in use; try again later.",
+                )
                 writer.write(b"part %d" % number)
                 await reader.readuntil(b"part %d" % number)
         assert app.num_ended == 0

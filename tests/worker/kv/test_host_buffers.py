@@ -112,6 +112,11 @@ def test_memory_that_cannot_be_locked_is_refused_with_the_limit() -> None:
         PinnedBuffers(256_000_000, HostStream(), FakePages(lock_code=2))
 
 
+def test_memory_that_is_locked_already_is_not_blamed_on_the_limit() -> None:
+    with pytest.raises(ConfigError, match=r"cudaHostRegister returned 712: some of it is locked already"):
+        PinnedBuffers(256_000_000, HostStream(), FakePages(lock_code=712))
+
+
 def test_pages_are_unlocked_once_and_buffers_outlive_that() -> None:
     pages = FakePages()
     buffers = PinnedBuffers(SIZE, HostStream(), pages)

@@ -55,7 +55,7 @@ class Machine:
     def serve(self, token_ids: list[int]) -> Sequence:
         """Generate; the finished sequence."""
         self._num_requests += 1
-        sequence = self.engine.make_sequence(f"r{self._num_requests}", token_ids, GREEDY)
+        sequence = self.engine.factory.make_sequence(f"r{self._num_requests}", token_ids, GREEDY)
         self.engine.add(sequence)
         self.run_until(lambda: sequence.finish_reason is not None)
         return sequence
@@ -224,7 +224,7 @@ def test_prompts_share_a_window_of_bytes(
     expected = [machine.serve(tokens).token_ids for tokens in prompts]
     machine.settle()
     machine.flood(rng)
-    sequences = [engine.make_sequence(f"again {i}", tokens, GREEDY) for i, tokens in enumerate(prompts)]
+    sequences = [engine.factory.make_sequence(f"again {i}", tokens, GREEDY) for i, tokens in enumerate(prompts)]
     for sequence in sequences:
         engine.add(sequence)
     most, fetcher = 0, machine.cache.fetcher
@@ -269,7 +269,7 @@ def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(tiny_model: P
     machine.settle()
     machine.flood(rng)
     throttled.store.latency_s = 0.05
-    engine.add(engine.make_sequence("gone", token_ids, GREEDY))
+    engine.add(engine.factory.make_sequence("gone", token_ids, GREEDY))
     machine.run_until(lambda: machine.cache.fetcher.is_loading)
     assert engine.abort("gone")
     machine.run_until(lambda: not machine.cache.fetcher.is_loading)
@@ -284,7 +284,7 @@ def test_a_received_prompt_goes_down_slowly(tiny_model: Path, tmp_path: Path, mo
     engine = make_engine(tiny_model)
     machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
     (cached,) = machine.cache.tiers
-    alone = engine.make_sequence("r", prompt_of(rng, 20), GREEDY)
+    alone = engine.factory.make_sequence("r", prompt_of(rng, 20), GREEDY)
     engine.add(alone)
     while alone.num_output_tokens < 2:
         engine.step()
@@ -393,7 +393,7 @@ def test_a_preempted_sequence_comes_back_from_the_tier(tiny_model: Path, tmp_pat
     engine.scheduler.admission.lengths = Expects(1)
     machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
     long = SamplingParams(max_tokens=8 * BLOCK_SIZE, temperature=0.0, ignore_eos=True)
-    sequences = [engine.make_sequence(f"s{idx}", prompt_of(rng, 8), long) for idx in range(4)]
+    sequences = [engine.factory.make_sequence(f"s{idx}", prompt_of(rng, 8), long) for idx in range(4)]
     for sequence in sequences:
         engine.add(sequence)
     machine.run_until(lambda: all(sequence.finish_reason for sequence in sequences))
@@ -401,7 +401,9 @@ def test_a_preempted_sequence_comes_back_from_the_tier(tiny_model: Path, tmp_pat
     assert any(record.num_loaded_blocks > 8 for record in machine.cache.fetcher.records), "no answer came back"
     alone = Engine(engine_config(tiny_model))
     for sequence in sequences:
-        expected = alone.make_sequence(sequence.request_id, sequence.token_ids[: sequence.num_prompt_tokens], long)
+        expected = alone.factory.make_sequence(
+            sequence.request_id, sequence.token_ids[: sequence.num_prompt_tokens], long
+        )
         alone.add(expected)
         while expected.finish_reason is None:
             alone.step()
