@@ -262,7 +262,7 @@ async def test_what_a_dropped_frontend_sent_starts_nothing_when_it_is_read_late(
                 again.join()
                 again.send(serve(0))
                 again.send_bytes(b"\x93nonsense")
-                await eventually(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
+                await eventually(lambda: "is not a message" in caplog.text)  # and what was sent before it has been read
             assert (here.backend.requests, here.deciding.num_running) == ([], 0)
 
 
