@@ -7,7 +7,7 @@ Decode steps of several streams, and prompts, are measured in turns under two co
 a foreign process that computes for 5 ms of each 10, as a thread that loses its core must not hold up the others for as
 long. On a GPU: with CUDA graphs and without. A decode step is compared with the time that reading its weights and KV
 once takes, a prompt with the rate of one large product of matrices. With `--llama` the weights are random, in the shape
-of Llama 8B. Results are not checked here: the engine does that at its start, and so do tests.
+of Llama 8B or of a model of 1.5B. Results are not checked here: the engine does that at its start, and so do tests.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ _BUSY_S = 0.005
 _SLACK_TOKENS = 128  # of a sequence, for steps that are not counted
 _LLAMA_8B: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14_336, "vocab_size": 128_256}
 _LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+_LLAMA_1_5B: dict[str, Any] = {"hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151_936}
+_LLAMA_1_5B |= {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True}
+_SHAPES = {"8b": _LLAMA_8B, "1.5b": _LLAMA_1_5B}  # with 32 layers, and with 28
 _SMALL_SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 500}
 _SMALL_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -62,6 +65,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.option("--device", "cpu")
     parser.option("--llama", 0, "layers of a random model, instead of --model")
+    parser.option("--shape", "8b", "whose layers these are", choices=_SHAPES)
+    parser.option("--weights", "as-loaded", "as of `tandem serve`", choices=["as-loaded", "int8"])
     parser.option("--threads", 0, "threads of a step on a CPU; 0 = all cores")
     parser.option("--context", 64, "tokens before each stream's answer", quick=40)
     parser.option("--streams", [1, 8, 32], quick=[1, 3])
@@ -74,7 +79,7 @@ def main() -> None:
         folder = random_model if settings.llama else str(resolve_model(settings.model))
         if settings.llama:
             write_llama(Path(folder), settings, device)
-        sizes, limits = sizes_of(Path(folder)), measure_limits(device, is_quick=settings.quick)
+        sizes, limits = sizes_of(Path(folder), settings.weights), measure_limits(device, is_quick=settings.quick)
         with contextlib.closing(make_engine(folder, sizes, settings, device)) as engine:
             bench = Bench(engine, settings, sizes, limits)
             steps = [one for num in settings.streams for one in bench.measure_decoding(num)]
@@ -88,7 +93,7 @@ def main() -> None:
 
 def write_llama(folder: Path, settings: argparse.Namespace, device: torch.device) -> None:
     """Random weights in the form of a checkpoint, drawn on the device."""
-    shape = _SMALL_SHAPE if settings.quick else _LLAMA_8B
+    shape = _SMALL_SHAPE if settings.quick else _SHAPES[settings.shape]
     length = max(settings.context + _num_steps(settings), *settings.prompts) + _SLACK_TOKENS
     config = LlamaConfig(num_hidden_layers=settings.llama, max_position_embeddings=length, dtype="bfloat16", **shape)
     with device:
@@ -96,14 +101,15 @@ def write_llama(folder: Path, settings: argparse.Namespace, device: torch.device
     model.save_pretrained(folder, max_shard_size="4GB")
 
 
-def sizes_of(folder: Path) -> Sizes:
-    """Sizes of a checkpoint in bfloat16."""
+def sizes_of(folder: Path, weights: str) -> Sizes:
+    """Sizes of a checkpoint in bfloat16, with its weights as they are kept."""
     config = AutoConfig.from_pretrained(folder)
     num_weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) // 2
     num_embedded = config.vocab_size * config.hidden_size
     num_multiplied = num_weights - num_embedded * (1 if config.tie_word_embeddings else 2)
     kv_width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-    return Sizes(2 * (num_multiplied + num_embedded), num_multiplied, 4 * config.num_hidden_layers * kv_width)
+    num_bytes = 1 if weights == "int8" else 2  # of a weight; those of the output layer stay
+    return Sizes(num_bytes * num_multiplied + 2 * num_embedded, num_multiplied, 4 * config.num_hidden_layers * kv_width)
 
 
 def make_engine(folder: str, sizes: Sizes, settings: argparse.Namespace, device: torch.device) -> Engine:
@@ -111,6 +117,7 @@ def make_engine(folder: str, sizes: Sizes, settings: argparse.Namespace, device:
     num_tokens = num_streams * (settings.context + _num_steps(settings) + _SLACK_TOKENS) + max(settings.prompts)
     config = EngineConfig(
         model=folder,
+        weights=settings.weights,
         device=device.type,  # type: ignore[arg-type]
         pool_bytes=max(1 << 30, int(1.1 * num_tokens * sizes.kv_bytes)),
         num_threads=settings.threads,

@@ -138,7 +138,7 @@ def agrees(original: Callable[[Tensor], Any], candidate: Callable[[Tensor], Any]
         expected, actual = original(probe).float(), candidate(probe).float()
     except PROBE_ERRORS:
         return False
-    if expected.shape != actual.shape:
+    if expected.shape != actual.shape or probe.dtype not in _PROBE_TOLERANCE:
         return False
     error = (expected - actual).abs().max() / expected.abs().max().clamp_min(1e-20)
     return bool(error < _PROBE_TOLERANCE[probe.dtype])

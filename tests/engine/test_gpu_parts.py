@@ -105,6 +105,14 @@ def test_only_what_agrees_is_replaced(name: str, expected: tuple[bool, ...]) -> 
     assert (*("forward" in vars(part) for part in parts), is_merged) == expected
 
 
+def test_what_is_in_a_type_that_is_not_served_stays() -> None:
+    model = make_model("llama", torch.float16).to(DEVICE)
+    norm, mlp = model.model.norm, model.model.layers[0].mlp
+    optimize(model)
+    assert "forward" not in vars(norm)
+    assert type(mlp.down_proj) is nn.Linear
+
+
 def test_joined_products_keep_their_biases() -> None:
     model = make_model("qwen2", torch.float32).to(DEVICE)
     attention = model.model.layers[0].self_attn
