@@ -78,6 +78,7 @@ def test_heads_are_rotated_as_torch_does(num_heads: int, num_kv_heads: int, dim:
         close(actual, expected)
 
 
+@pytest.mark.cluster  # much to interpret
 @pytest.mark.parametrize(
     "name", [*DISTINCT, *(pytest.param(n, marks=pytest.mark.slow) for n in SERVED if n not in DISTINCT)]
 )
