@@ -46,7 +46,7 @@ def split_tokens(max_model_len: int) -> int:
 
     It must not depend on the batch, and be the same on workers that hand KV to each other.
     """
-    return max(_SMALLEST_SPLIT, _power_of_two(-(-max_model_len // _MOST_SPLITS)))
+    return max(_SMALLEST_SPLIT, power_of_two(-(-max_model_len // _MOST_SPLITS)))
 
 
 class _Options(NamedTuple):
@@ -124,8 +124,8 @@ class TritonAttention:
 
     def _write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         num_tokens, num_kv_heads, head_dim = key.shape
-        dim = _power_of_two(head_dim)
-        heads = min(_power_of_two(num_kv_heads), max(_WRITE_ELEMENTS // dim, 1))
+        dim = power_of_two(head_dim)
+        heads = min(power_of_two(num_kv_heads), max(_WRITE_ELEMENTS // dim, 1))
         self._kernels.write_kv[(num_tokens, -(-num_kv_heads // heads))](
             keys,
             values,
@@ -248,7 +248,7 @@ def _options(
         "SOFTCAP": softcap,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
-        "DIM": max(16, _power_of_two(head_dim)),  # 16 is the least that tensor cores multiply
+        "DIM": max(16, power_of_two(head_dim)),  # 16 is the least that tensor cores multiply
         "CAST": cast,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -257,7 +257,7 @@ def _options(
         rows=tile.rows,
         decoding={"SEQS": _MAX_DECODING, **tiles, **shape},
         chunks={**tiles, **shape, **flags},
-        merge={"DIM": _power_of_two(head_dim), "num_warps": 1, **shape, **flags},
+        merge={"DIM": power_of_two(head_dim), "num_warps": 1, **shape, **flags},
     )
 
 
@@ -269,6 +269,6 @@ def _num_programs(device: torch.device) -> int:
     return _PROGRAMS_PER_PROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _power_of_two(value: int) -> int:
+def power_of_two(value: int) -> int:
     """The smallest power of two that is not below `value`."""
     return 1 << (value - 1).bit_length()

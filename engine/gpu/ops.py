@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.engine.attention.triton import power_of_two
 from tandem.engine.gpu import kernels
 from tandem.engine.replacement import Kernels
 
@@ -19,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         x = x.contiguous().view(1, -1, x.shape[-1])
     tokens, dim = x.shape[1], x.shape[-1]
     heads, head_stride = (x.shape[2], x.stride(2)) if x.dim() == 4 else (1, 0)
-    block = _power_of_two(dim)
+    block = power_of_two(dim)
     options = {"HEADS": heads, "DIM": dim, "BLOCK": block, "num_warps": _num_warps(block)}
     kernels.rms_norm[(tokens, heads)](x, weight, out, x.stride(1), head_stride, epsilon, **options)
     return out
@@ -40,8 +41,8 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     _, num_heads, tokens, dim = q.shape
     num_all = num_heads + k.shape[1]
     out = torch.empty(1, tokens, num_all, dim, dtype=q.dtype, device=q.device)
-    block = _power_of_two(dim // 2)
-    heads = max(1, min(_power_of_two(num_all), _ROTATED // block))
+    block = power_of_two(dim // 2)
+    heads = max(1, min(power_of_two(num_all), _ROTATED // block))
     options = {"HALF": dim // 2, "BLOCK": block, "HEADS": heads, "num_warps": 4}
     strides = (q.stride(2), q.stride(1), k.stride(2), k.stride(1))
     kernels.rotate[(tokens, -(-num_all // heads))](q, k, cos, sin, out, *strides, num_heads, num_all, **options)
@@ -50,10 +51,6 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
 
 KERNELS = Kernels(rms_norm=rms_norm, silu_multiply=silu_multiply, rotate=rotate)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _num_warps(block: int) -> int:
