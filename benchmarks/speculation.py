@@ -188,7 +188,7 @@ def run(engine: Engine, sequences: Collection[Sequence]) -> Run:
         num_steps += len(engine.step())
     elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     num_tokens = sum(sequence.num_output_tokens for sequence in sequences) - num_before
-    answers = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+    answers = [sequence.output_ids for sequence in sequences]
     return Run(num_tokens / elapsed_s, num_tokens / cpu_s, num_steps, answers)
 
 

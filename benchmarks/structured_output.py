@@ -170,7 +170,7 @@ async def _outcome(engine: Engine, tokenizer: Tokenizer, checker: GrammarChecker
 def _judge(tokenizer: Tokenizer, schema: Any, sequence: Sequence) -> str:
     if sequence.finish_reason is not FinishReason.STOP:
         return "valid so far: cut at 200 tokens" if sequence.finish_reason is FinishReason.LENGTH else "failed by name"
-    text = tokenizer.decode(sequence.token_ids[sequence.num_prompt_tokens :], skip_special_tokens=True)
+    text = tokenizer.decode(sequence.output_ids, skip_special_tokens=True)
     try:
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
     except (ValueError, jsonschema.ValidationError) as exc:

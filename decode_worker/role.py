@@ -17,6 +17,7 @@ import msgspec
 from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence, SequenceStatus
+from tandem.engine.sequence_factory import CheckedPrompt
 from tandem.kv_transfer.leases import Lease, LeaseReceived, LeaseReleased, LeaseTable
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Notification
@@ -126,8 +127,8 @@ class DecodeRole:
         """Whether frequent polling of the transport helps: a sender may be writing."""
         return self.num_leases > 0
 
-    def accept(self, request: Decode, now: float, digests: list[bytes] | None = None) -> None:
-        """Expect the KV of this request's prompt. `digests` are as of `Engine.make_sequence`.
+    def accept(self, request: Decode, now: float, prompt: CheckedPrompt | None = None) -> None:
+        """Expect the KV of this request's prompt. `prompt` is as of `SequenceFactory.sequence_of`.
 
         Raises RequestError if the engine cannot take it, PeerLost if the prefill worker is known to be dead: it would
         never confirm the end of a lease.
@@ -135,7 +136,7 @@ class DecodeRole:
         sender = request.prefill_worker
         if sender.process in self._dead:
             raise PeerLost(f"prefill worker {sender.worker_id} died")
-        sequence = self._engine.factory.sequence_of(request, now, digests=digests)
+        sequence = self._engine.factory.sequence_of(request, now, prompt=prompt)
         sequence.prompt_scores = None  # the prefill worker has them
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self._engine.config.block_size)
         self._links.remember(sender)

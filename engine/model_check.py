@@ -23,7 +23,7 @@ from tandem.engine.kv_geometry import FORWARD_ERRORS
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.sequence import ScheduledChunk, Sequence
+from tandem.engine.sequence import ScheduledChunk, Sequence, token_array
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.sampling import SamplingParams
@@ -100,7 +100,9 @@ def _paged_logits(model: LoadedModel, backend: AttentionBackend, block_size: int
     for prompt, cut, count in zip(prompts, _CUTS, num_blocks, strict=True):
         blocks, free = free[-count:], free[:-count]
         sampling = SamplingParams(max_tokens=1)
-        sequence = Sequence("", prompt.tolist(), len(prompt), sampling, root=b"", blocks=BlockTable(blocks))
+        sequence = Sequence(
+            "", token_array(prompt.tolist()), len(prompt), sampling, root=b"", blocks=BlockTable(blocks)
+        )
         first.append(ScheduledChunk(sequence, 0, cut, samples=False))
         second.append(ScheduledChunk(sequence, cut, len(prompt) - cut, samples=True))
     runner.run(first)

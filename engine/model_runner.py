@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.interface import AttentionBackend, PagedStep
 from tandem.engine.device import to_device
 from tandem.engine.loader import LoadedModel
-from tandem.engine.sequence import PENDING_TOKEN, ScheduledChunk, Sequence
+from tandem.engine.sequence import PENDING_TOKEN, ScheduledChunk, Sequence, token_array
 
 Array = np.ndarray[Any, Any]
 
@@ -138,13 +139,13 @@ class ModelRunner:
         # logit_rows           its last `num_logits` rows, numbered through the batch
         # Drafted tokens come behind those of the sequence: then `end` is that of the draft.
         size = self._block_size
-        token_ids, rows, starts = list[int](), list[int](), [0]
+        token_ids, rows, starts = token_array(), list[int](), [0]
         counts = [chunk.num_rows for chunk in chunks]
         kv_lens = [chunk.start + count for chunk, count in zip(chunks, counts, strict=True)]
         tables = np.zeros((len(chunks), -(-max(kv_lens) // size)), dtype=np.int32)
         for i, chunk in enumerate(chunks):
             token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-            token_ids += chunk.draft
+            token_ids.extend(chunk.draft)
             num_blocks = -(-kv_lens[i] // size)
             tables[i, :num_blocks] = chunk.sequence.blocks.ids[:num_blocks]
             starts.append(len(token_ids))
@@ -154,7 +155,7 @@ class ModelRunner:
         places = positions // size
         late_inputs = None if late_tokens is None else _late_inputs(chunks, token_ids, late_tokens)
         return PackedBatch(
-            input_ids=np.array(token_ids),
+            input_ids=np.array(token_ids, dtype=np.int64),
             positions=positions,
             slot_mapping=positions + (tables[owners, places] - places) * size,
             block_tables=tables,
@@ -183,7 +184,7 @@ class ModelRunner:
         return to_device(array, self.model.device)
 
 
-def _late_inputs(chunks: list[ScheduledChunk], token_ids: list[int], late_tokens: LateTokens) -> LateInputs | None:
+def _late_inputs(chunks: list[ScheduledChunk], token_ids: array[int], late_tokens: LateTokens) -> LateInputs | None:
     """Where pending tokens go, each the last of its chunk. In `token_ids` they become 0."""
     places, rows, end = [], [], 0
     for chunk in chunks:

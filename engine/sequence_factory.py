@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import msgspec
 
 from tandem.engine.prompt_scores import PromptScores
-from tandem.engine.sequence import Phase, Sequence, SequenceStatus
+from tandem.engine.sequence import Phase, Sequence, SequenceStatus, token_array
 from tandem.engine.speculation.sources import RequestTexts
 from tandem.engine.structured_output import StructuredOutput
 from tandem.protocol.digest import root_digest
@@ -15,6 +17,13 @@ from tandem.protocol.errors import ContextLengthExceeded, RequestError
 from tandem.protocol.messages import Decode, Fork, Generate, Prefill, WorkerPriority
 from tandem.protocol.sampling import SamplingParams
 from tandem.protocol.timeline import Timeline
+
+
+class CheckedPrompt(NamedTuple):
+    """A prompt whose ids are all in the model's vocabulary, and the digests of its full blocks."""
+
+    token_ids: array[int]
+    digests: list[bytes]
 
 
 class SequenceFactory:
@@ -34,24 +43,24 @@ class SequenceFactory:
         request: Generate | Prefill | Decode,
         now: float,
         phase: Phase = Phase.WHOLE,
-        digests: list[bytes] | None = None,
+        prompt: CheckedPrompt | None = None,
     ) -> Sequence:
         """The sequence of a router's request and its forks, not queued yet.
 
-        `digests` and errors are as of `make_sequence`.
+        `prompt` is that of a request without `token_ids`. Raises what `make_sequence` raises.
         """
         sequence = self.make_sequence(
             request.request_id,
-            request.token_ids,
+            request.token_ids if prompt is None else prompt.token_ids,
             request.sampling,
             output_ids=request.output_ids,
             cache_salt=request.cache_salt,
             phase=phase,
             priority=request.priority,
-            digests=digests,
+            digests=None if prompt is None else prompt.digests,
         )
         if request.forks and phase is Phase.WHOLE:
-            sequence.texts = RequestTexts(request.token_ids, request.sampling.prediction)
+            sequence.texts = RequestTexts(sequence.token_ids[: sequence.num_prompt_tokens], request.sampling.prediction)
         sequence.forks = [self._fork_of(sequence, fork) for fork in request.forks]
         for one in (sequence, *sequence.forks):
             one.timeline = Timeline(now) if request.is_traced else None
@@ -60,7 +69,7 @@ class SequenceFactory:
     def make_sequence(
         self,
         request_id: str,
-        token_ids: list[int],
+        token_ids: Seq[int],
         sampling: SamplingParams,
         *,
         output_ids: Seq[int] = (),
@@ -89,11 +98,13 @@ class SequenceFactory:
         for ids in (prompt, output_ids, sampling.stop_token_ids, sampling.logit_bias, sampling.prediction):
             if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
                 raise RequestError(f"token ids {min(ids)} to {max(ids)}: this model's are 0 to {self._vocab_size - 1}")
+        all_ids = token_array(token_ids)
+        all_ids.extend(output_ids)
         root = root_digest(self._namespace, cache_salt=cache_salt)
         matcher = self._structured_output.matcher(sampling.grammar, priority.order, root) if sampling.grammar else None
         return Sequence(
             request_id=request_id,
-            token_ids=[*token_ids, *output_ids],
+            token_ids=all_ids,
             num_prompt_tokens=len(token_ids),
             sampling=sampling,
             root=root,
@@ -111,7 +122,7 @@ class SequenceFactory:
         grammar, order = sampling.grammar, sequence.priority.order
         return Sequence(
             request_id=fork.request_id,
-            token_ids=list(sequence.token_ids),
+            token_ids=sequence.token_ids[:],
             num_prompt_tokens=sequence.num_prompt_tokens,
             sampling=sampling,
             root=sequence.root,

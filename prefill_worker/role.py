@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Phase, Sequence
+from tandem.engine.sequence_factory import CheckedPrompt
 from tandem.engine.step_result import SequenceOutput, StepResult
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.outbox import HandoffEnded, Outbox
@@ -107,15 +108,15 @@ class PrefillRole:
         """(request id, generation) pairs for the heartbeat that keeps their leases."""
         return self._outbox.heartbeat_handoffs
 
-    def accept(self, request: Prefill, now: float, digests: list[bytes] | None = None) -> None:
-        """Queue the prompt and open its handoff. `digests` are as of `Engine.make_sequence`.
+    def accept(self, request: Prefill, now: float, prompt: CheckedPrompt | None = None) -> None:
+        """Queue the prompt and open its handoff. `prompt` is as of `SequenceFactory.sequence_of`.
 
         Raises RequestError if the engine cannot take it, PeerLost if the decode worker is known to be dead.
         """
         receiver = request.decode_worker
         if receiver.process in self._dead:
             raise PeerLost(f"decode worker {receiver.worker_id} died")
-        sequence = self._engine.factory.sequence_of(request, now, Phase.PREFILL_ONLY, digests)
+        sequence = self._engine.factory.sequence_of(request, now, Phase.PREFILL_ONLY, prompt)
         sequence.kv_holder, sequence.kv_receiver = request.kv_holder, receiver
         self._links.connect(receiver, now)
         num_blocks = self._engine.scheduler.blocks.num_needed(sequence)

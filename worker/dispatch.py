@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from tandem.engine.sequence import Sequence
+from tandem.engine.sequence_factory import CheckedPrompt
 from tandem.kv_transfer.links import LinkChange
 from tandem.kv_transfer.transport.base import Notification
 from tandem.protocol.errors import InternalError, RequestError, ServingError
@@ -181,15 +182,15 @@ class MessageDispatcher:
         outcome = one.outcome.result()
         if isinstance(outcome, Exception):
             raise outcome
-        self._compute(outcome.request, now, outcome.digests)
+        self._compute(one.request, now, outcome)
 
-    def _compute(self, request: Generate | Prefill | Decode, now: float, digests: list[bytes] | None = None) -> None:
+    def _compute(self, request: Generate | Prefill | Decode, now: float, prompt: CheckedPrompt | None = None) -> None:
         if isinstance(request, Prefill):
-            self._parts.prefill.accept(request, now, digests)
+            self._parts.prefill.accept(request, now, prompt)
         elif isinstance(request, Decode):
-            self._parts.decode.accept(request, now, digests)
+            self._parts.decode.accept(request, now, prompt)
         else:
-            sequence = self._parts.engine.factory.sequence_of(request, now, digests=digests)
+            sequence = self._parts.engine.factory.sequence_of(request, now, prompt=prompt)
             sequence.kv_holder = request.kv_holder
             self._parts.engine.add(sequence)
 

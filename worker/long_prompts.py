@@ -6,35 +6,27 @@ tokens, never from a message: KV that is found under another prompt's digest wou
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
+from tandem.engine.sequence import token_array
+from tandem.engine.sequence_factory import CheckedPrompt
 from tandem.protocol.digest import packed_digests, root_digest
 from tandem.protocol.errors import RequestError
 from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import Decode, Generate, Prefill
 
-_PIECE_TOKENS = 1 << 14  # made into ints at a time, in half a ms: between two pieces the loop can have the GIL
-
-
-class UnpackedRequest(NamedTuple):
-    """A request with its tokens, all of which the model knows, and the digests of the prompt's full blocks."""
-
-    request: Generate | Prefill | Decode
-    digests: list[bytes]
-
 
 @dataclass(eq=False, slots=True)
 class LongRequest:
-    """A request as it came, and what the thread makes of it: an `UnpackedRequest`, or why there is none."""
+    """A request as it came, and what the thread makes of its prompt, or why it cannot be taken."""
 
     request: Generate | Prefill | Decode
-    outcome: Future[UnpackedRequest | Exception]
+    outcome: Future[CheckedPrompt | Exception]
     cancelled: set[str] = field(default_factory=set)  # the names of answers that are no longer wanted
 
 
@@ -56,7 +48,7 @@ class LongPrompts:
 
     def begin(self, request: Generate | Prefill | Decode) -> None:
         """Take a request with a packed prompt."""
-        outcome = self._thread.submit(outcome_of, self._unpack, request)
+        outcome = self._thread.submit(outcome_of, self._check, request)
         self._requests.append(LongRequest(request, outcome))
         outcome.add_done_callback(lambda _: self._wake())
 
@@ -81,19 +73,17 @@ class LongPrompts:
         """With `idle`, raise AssertionError if a prompt is in the thread."""
         assert not (idle and self._requests), f"{len(self._requests)} long prompts are being hashed"
 
-    def _unpack(self, request: Generate | Prefill | Decode) -> UnpackedRequest:
+    def _check(self, request: Generate | Prefill | Decode) -> CheckedPrompt:
         root = root_digest(self._namespace, cache_salt=request.cache_salt)
         digests = packed_digests(root, request.packed_ids, self._block_size)
-        token_ids = unpacked(request.packed_ids, self._vocab_size)
-        return UnpackedRequest(msgspec.structs.replace(request, token_ids=token_ids, packed_ids=b""), digests)
+        return CheckedPrompt(unpacked(request.packed_ids, self._vocab_size), digests)
 
 
-def unpacked(packed_ids: bytes, vocab_size: int) -> list[int]:
+def unpacked(packed_ids: bytes, vocab_size: int) -> array[int]:
     """Token ids that `token_bytes` packed. Raises RequestError for one outside the vocabulary."""
     packed = np.frombuffer(packed_ids, dtype="<u4")
     if packed.max(initial=0) >= vocab_size:
         raise RequestError(f"token id {packed.max()}: this model's are 0 to {vocab_size - 1}")
-    token_ids: list[int] = []
-    for first in range(0, len(packed), _PIECE_TOKENS):
-        token_ids += packed[first : first + _PIECE_TOKENS].tolist()
+    token_ids = token_array()
+    token_ids.frombytes(packed.astype(np.int32).tobytes())
     return token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ class ScoredRows(NamedTuple):
 
     sequence: Sequence
     logits: Tensor  # [n, vocab]
-    token_ids: list[int]  # [n]; each follows the token whose logits these are
+    token_ids: array[int]  # [n]; each follows the token whose logits these are
 
 
 def split_logits(logits: Tensor, chunks: list[ScheduledChunk]) -> tuple[Tensor, list[ScoredRows]]:

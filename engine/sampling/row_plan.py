@@ -81,7 +81,7 @@ def _scaled(sequence: Sequence, draft: Seq[int]) -> Edit | None:
     penalty = sequence.sampling.repetition_penalty
     if penalty == 1.0:
         return None
-    ids = np.unique(np.array([*sequence.token_ids, *draft], dtype=np.int64))
+    ids = np.union1d(np.array(sequence.token_ids), np.array(draft, dtype=np.int64))
     return Edit(ids, np.full(len(ids), penalty, dtype=np.float32))
 
 
@@ -89,7 +89,7 @@ def _subtracted(sequence: Sequence, draft: Seq[int]) -> Edit | None:
     sampling = sequence.sampling
     if not (sampling.frequency_penalty or sampling.presence_penalty):
         return None
-    output = [*sequence.token_ids[sequence.num_prompt_tokens :], *draft]
+    output = [*sequence.output_ids, *draft]
     if not output:
         return None
     ids, counts = np.unique(np.array(output, dtype=np.int64), return_counts=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import MutableSequence
 from collections.abc import Sequence as Seq
 
+from tandem.engine.sequence import token_array
 from tandem.engine.speculation.acceptance import Acceptance
 from tandem.engine.speculation.token_index import MAX_MATCH, SEPARATOR, Match, TokenIndex
 
@@ -30,7 +32,7 @@ class ScopeAnswers:
         """Keep one more answer, and the end of its prompt before it."""
         tokens = [SEPARATOR, *tokens[-_SCOPE_TOKENS // 2 :]]
         if not self.indexes or len(self.indexes[0].tokens) + len(tokens) > _SCOPE_TOKENS // 2:
-            self.indexes = [TokenIndex([]), *self.indexes[:1]]
+            self.indexes = [TokenIndex(token_array()), *self.indexes[:1]]
         self.indexes[0].tokens.extend(tokens)
 
 
@@ -57,7 +59,7 @@ class RecentAnswers:
             self._scopes.popitem(last=False)
         return scope
 
-    def add(self, root: bytes, token_ids: list[int], num_prompt_tokens: int) -> None:
+    def add(self, root: bytes, token_ids: Seq[int], num_prompt_tokens: int) -> None:
         """Keep an answer, and the end of its prompt, which matches where the next answer begins."""
         self.of(root).add(token_ids[max(num_prompt_tokens - MAX_MATCH, 0) :])
         while len(self._scopes) > 1 and self.num_tokens > _MAX_TOKENS:
@@ -67,7 +69,7 @@ class RecentAnswers:
 class RequestTexts:
     """The texts of a request that all answers to its prompt share."""
 
-    def __init__(self, prompt: list[int], prediction: Seq[int]) -> None:
+    def __init__(self, prompt: MutableSequence[int], prediction: Seq[int]) -> None:
         self.prompt = TokenIndex(prompt)
         # The end of the prompt matches where the answer begins.
         self.prediction = TokenIndex([*prompt[-MAX_MATCH:], *prediction]) if prediction else None
@@ -81,7 +83,7 @@ class RequestTexts:
 class DraftSources:
     """Where the drafts of one sequence come from, and how good they were."""
 
-    def __init__(self, token_ids: list[int], texts: RequestTexts, answers: ScopeAnswers) -> None:
+    def __init__(self, token_ids: MutableSequence[int], texts: RequestTexts, answers: ScopeAnswers) -> None:
         """`token_ids` belongs to the sequence: it begins with the prompt of the texts, and grows with its answer."""
         self.acceptance = Acceptance(answers.acceptance)
         self.drafted: Seq[int] = _NO_TOKENS  # what was expected behind the first `_num_seen` tokens

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def drain(engine: Engine) -> None:
 
 
 def output(sequence: Sequence) -> list[int]:
-    return sequence.token_ids[sequence.num_prompt_tokens :]
+    return sequence.output_ids
 
 
 def generate(engine: Engine, prompts: Iterable[list[int]], **sampling: Any) -> list[list[int]]:
@@ -115,6 +116,13 @@ def test_a_small_pool_shortens_the_context(build_engine: BuildEngine) -> None:
         engine.factory.make_sequence("r", make_prompt(48), make_sampling())
     with pytest.raises(ContextLengthExceeded, match="0 tokens"):
         engine.factory.make_sequence("r", [], make_sampling())
+
+
+def test_tokens_are_kept_where_the_garbage_collector_does_not_look(build_engine: BuildEngine) -> None:
+    sequence = build_engine().factory.make_sequence("r", make_prompt(30), make_sampling(), output_ids=[7, 8])
+    assert (sequence.token_ids.tolist(), sequence.output_ids) == ([*make_prompt(30), 7, 8], [7, 8])
+    assert not gc.is_tracked(sequence.token_ids)
+    assert sequence.token_ids.itemsize == 4
 
 
 @pytest.mark.parametrize(

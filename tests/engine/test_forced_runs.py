@@ -49,7 +49,7 @@ def answers(engine: Engine, requests: list[dict[str, Any]], source: random.Rando
             engine.scheduler.preempt(source.choice(engine.scheduler.running))
     engine.check_integrity(idle=True)
     for sequence in asked:
-        tokens = sequence.token_ids[sequence.num_prompt_tokens :]
+        tokens = sequence.output_ids
         assert tokens == [token for token, *_ in told[sequence.request_id]]
     return [told[sequence.request_id] for sequence in asked]
 

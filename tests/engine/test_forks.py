@@ -10,7 +10,7 @@ import pytest
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.engine import Engine
-from tandem.engine.sequence import Phase, Sequence
+from tandem.engine.sequence import Phase, Sequence, token_array
 from tandem.engine.sequence_blocks import SequenceBlocks
 from tandem.engine.step_result import SequenceOutput
 from tandem.protocol.messages import FinishReason, Fork
@@ -275,10 +275,10 @@ def test_forks_leave_no_reference_behind(seed: int) -> None:
         choice = source.random()
         if choice < 0.15:
             prompt = [source.randrange(9) for _ in range(source.randint(1, 20))]
-            live.append(Sequence(str(number), prompt, len(prompt), make_sampling(), b""))
+            live.append(Sequence(str(number), token_array(prompt), len(prompt), make_sampling(), b""))
         elif live and choice < 0.3:
             parent = source.choice(live)
-            fork = Sequence(str(number), list(parent.token_ids), parent.num_prompt_tokens, make_sampling(), b"")
+            fork = Sequence(str(number), parent.token_ids[:], parent.num_prompt_tokens, make_sampling(), b"")
             blocks.fork(parent, fork)
             live.append(fork)
         elif live and choice < 0.45:
@@ -302,7 +302,7 @@ def test_forks_leave_no_reference_behind(seed: int) -> None:
         pool.check_integrity()
         for one in live:
             stored = [token for block in one.blocks for token in content.get(block, [0] * 4)]
-            assert stored[: one.num_computed_tokens] == one.token_ids[: one.num_computed_tokens]
+            assert stored[: one.num_computed_tokens] == one.token_ids[: one.num_computed_tokens].tolist()
     assert num_copied > 0
     for one in live:
         blocks.release(one)

@@ -18,7 +18,7 @@ from tandem.engine.graphs.capture import required_bytes
 from tandem.engine.graphs.decode import DecodeGraphs, batch_sizes
 from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable, _refusing_syncs
 from tandem.engine.model_check import row_errors, tolerance
-from tandem.engine.sequence import ScheduledChunk, Sequence
+from tandem.engine.sequence import ScheduledChunk, Sequence, token_array
 from tandem.protocol.config import EngineConfig
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import add, generate, make_prompt, make_sampling, output
@@ -40,7 +40,7 @@ def build_graphed(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) ->
 def decode_chunk(block: int, length: int) -> ScheduledChunk:
     """The last token of a sequence of up to two blocks."""
     table = BlockTable([block, block + 1])
-    sequence = Sequence("", make_prompt(length), length, make_sampling(), root=b"", blocks=table)
+    sequence = Sequence("", token_array(make_prompt(length)), length, make_sampling(), root=b"", blocks=table)
     return ScheduledChunk(sequence, length - 1, 1, samples=True)
 
 

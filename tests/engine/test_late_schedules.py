@@ -92,7 +92,7 @@ class LateWorld:
             raise AssertionError(f"not idle after {MAX_STEPS} steps")
         self.engine.check_integrity(idle=True)
         for sequence, expected in zip(self._sequences, self._expected, strict=True):
-            answer = sequence.token_ids[sequence.num_prompt_tokens :]
+            answer = sequence.output_ids
             is_whole = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             assert answer == expected[: None if is_whole else len(answer)], f"{sequence.request_id}: {answer}"
             self.counts[str(sequence.finish_reason)] += 1
@@ -180,7 +180,7 @@ def oracle(build_engine: BuildEngine) -> Oracle:
             sequences[prompt, kind] = sequence
     while engine.has_work:
         engine.step()
-    return {key: sequence.token_ids[sequence.num_prompt_tokens :] for key, sequence in sequences.items()}
+    return {key: sequence.output_ids for key, sequence in sequences.items()}
 
 
 def make_world(

@@ -16,7 +16,7 @@ from tandem.engine.sampling.distribution import choose, top_values
 from tandem.engine.sampling.draw import philox, uniform_draw
 from tandem.engine.sampling.row_plan import plan_row
 from tandem.engine.sampling.sampler import SampledToken, Sampler
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Sequence, token_array
 from tandem.protocol.sampling import SamplingParams
 
 VOCAB = 50
@@ -29,7 +29,9 @@ def make_logits(seed: int = 0, *, vocab: int = VOCAB, spread: float = 2.0) -> to
 
 def make_sequence(prompt: list[int] | None = None, output: list[int] | None = None, **sampling: Any) -> Sequence:
     prompt, output = prompt or [1, 3], output or []
-    return Sequence("r", prompt + output, len(prompt), SamplingParams(**{"max_tokens": 9, **sampling}), root=b"")
+    return Sequence(
+        "r", token_array(prompt + output), len(prompt), SamplingParams(**{"max_tokens": 9, **sampling}), root=b""
+    )
 
 
 class Unchecked(SamplingParams, frozen=True):
@@ -89,7 +91,7 @@ def adjusted(raw: torch.Tensor, sequence: Sequence) -> np.ndarray[Any, Any]:
     seen = list(set(sequence.token_ids))
     penalty = np.where(logits[seen] > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
     logits[seen] *= penalty
-    for token_id, count in Counter(sequence.token_ids[sequence.num_prompt_tokens :]).items():
+    for token_id, count in Counter(sequence.output_ids).items():
         logits[token_id] -= sampling.frequency_penalty * count + sampling.presence_penalty
     for token_id, bias in sampling.logit_bias.items():
         logits[token_id] += bias

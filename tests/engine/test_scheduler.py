@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.receive_queue import Reservation
 from tandem.engine.scheduler import Scheduler
-from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
+from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus, token_array
 from tandem.protocol.messages import WorkerPriority
 from tandem.protocol.sampling import SamplingParams
 from tests.support.answers import Endless, Expects
@@ -42,7 +42,7 @@ def make_sequence(
 ) -> Sequence:
     """A prompt of `num_tokens`; sequences of one family have the same tokens, others share none."""
     first = 1000 * (sum(name.encode()) if family is None else family)
-    tokens = list(range(first, first + num_tokens))
+    tokens = token_array(range(first, first + num_tokens))
     priority = WorkerPriority(order=order, max_step_tokens=max_step_tokens)
     sampling = SamplingParams(max_tokens=max_tokens)
     return Sequence(name, tokens, num_tokens, sampling, root=b"root", phase=phase, priority=priority)
@@ -177,7 +177,7 @@ def test_streams_that_are_computed_again_go_on_one_after_the_other() -> None:
     assert step(scheduler) == [("beside", 0, 2)]
     for name in "ab":
         resumed = make_sequence(8, name=name, max_step_tokens=6)
-        resumed.token_ids += [7, 7]
+        resumed.token_ids.extend([7, 7])
         scheduler.add(resumed)
     assert step(scheduler) == [("beside", 2, 1), ("a", 0, 6)]
     assert step(scheduler) == [("beside", 3, 1), ("a", 6, 4), ("b", 0, 2)]
@@ -187,7 +187,7 @@ def test_streams_that_are_computed_again_go_on_one_after_the_other() -> None:
 def test_new_prompts_do_not_lengthen_steps_of_resumed_streams() -> None:
     scheduler = make_scheduler()
     resumed = make_sequence(10, name="resumed", max_step_tokens=6)
-    resumed.token_ids += [7, 7]
+    resumed.token_ids.extend([7, 7])
     scheduler.add(resumed)
     scheduler.add(make_sequence(30, name="new", max_tokens=1))
     assert step(scheduler) == [("resumed", 0, 6)]

@@ -168,7 +168,7 @@ def test_a_worker_that_takes_over_goes_on_with_the_same_tokens(folder: Path, tok
         here = add(first, str(i), make_prompt(20), phase=Phase.PREFILL_ONLY, **sampling)
         run_handoff(first, here)
         there = second.factory.make_sequence(str(i), make_prompt(20), make_sampling(**sampling))
-        there.token_ids += output(here)
+        there.token_ids.extend(output(here))
         second.add(there)
         assert run(second) == []
         assert output(there) == expected

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.engine.block_table import BlockTable
 from tandem.engine.pool_forecast import BlockDemand
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Sequence, token_array
 from tandem.engine.tenant_room import TenantShares
 from tandem.protocol.messages import WorkerPriority
 from tandem.protocol.sampling import SamplingParams
@@ -167,8 +167,8 @@ def test_whatever_comes_everything_ends_and_nobody_starves(seed: int) -> None:
 
 
 def sequence(priority: WorkerPriority, name: str, num_blocks: int = 0) -> Sequence:
-    tokens = SamplingParams(max_tokens=4)
-    return Sequence(name, [1], 1, tokens, root=b"", priority=priority, blocks=BlockTable(range(num_blocks)))
+    ids, sampling = token_array([1]), SamplingParams(max_tokens=4)
+    return Sequence(name, ids, 1, sampling, root=b"", priority=priority, blocks=BlockTable(range(num_blocks)))
 
 
 def shares_of(**num_held: int) -> TenantShares:

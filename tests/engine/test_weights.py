@@ -207,7 +207,7 @@ def greedy(folder: Path, dtype: str = "float32") -> tuple[Engine, list[list[int]
         engine.add(sequence)
     while engine.has_work:
         engine.step()
-    return engine, [sequence.token_ids for sequence in sequences]
+    return engine, [sequence.token_ids.tolist() for sequence in sequences]
 
 
 def assert_generates(folder: Path, plain: Any) -> Engine:

@@ -312,7 +312,7 @@ class Oracle:
 
     def answer(self, token_ids: Sequence[int], **sampling: Any) -> list[int]:
         sequence = self._computed(token_ids, **sampling)
-        return sequence.token_ids[sequence.num_prompt_tokens :]
+        return sequence.output_ids
 
     def scores(self, token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
         scores = self._computed(token_ids, num_prompt_logprobs=num_top, max_tokens=1).prompt_scores

@@ -488,7 +488,7 @@ class _World:
         self._oracle.add(sequence)
         while sequence.finish_reason is None:
             self._oracle.step()
-        return sequence.token_ids[sequence.num_prompt_tokens :]
+        return sequence.output_ids
 
     def _random_tokens(self, count: int) -> list[int]:
         return self.source.choices(range(3, _VOCAB_SIZE), k=count)

@@ -15,7 +15,8 @@ from tandem.decode_worker.role import DecodeRole
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import HostStream
 from tandem.engine.scheduler import Scheduler
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Sequence, token_array
+from tandem.engine.sequence_factory import CheckedPrompt
 from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.checksum import append_checksum
 from tandem.protocol.config import TransferConfig
@@ -98,8 +99,8 @@ class PressureWorld:
         self.is_silent = lambda worker_id: False
         self.output_tokens = 0
 
-    def _sequence_of(self, request: Decode, now: float, *, digests: list[bytes] | None) -> Sequence:
-        assert digests is None, "its prompts are short"
+    def _sequence_of(self, request: Decode, now: float, *, prompt: CheckedPrompt | None) -> Sequence:
+        assert prompt is None, "its prompts are short"
         return self.make_sequence(
             request.request_id, request.token_ids, request.sampling, request.output_ids, request.priority
         )
@@ -112,7 +113,7 @@ class PressureWorld:
         output_ids: Seq[int] = (),
         priority: WorkerPriority = WorkerPriority(),
     ) -> Sequence:
-        tokens = [*token_ids, *output_ids]
+        tokens = token_array([*token_ids, *output_ids])
         return Sequence(request_id, tokens, len(token_ids), sampling, root=b"root", priority=priority)
 
     def add(self, sequence: Sequence) -> None:

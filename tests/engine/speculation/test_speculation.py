@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tandem.engine.sequence import ScheduledChunk, Sequence, SequenceStatus
+from tandem.engine.sequence import ScheduledChunk, Sequence, SequenceStatus, token_array
 from tandem.engine.speculation import sources as sources_module
 from tandem.engine.speculation.acceptance import Acceptance
 from tandem.engine.speculation.sources import RecentAnswers
@@ -21,7 +21,7 @@ from tandem.protocol.sampling import SamplingParams
 
 def make_sequence(token_ids: list[int], num_prompt: int = 1, **fields: object) -> Sequence:
     sampling = SamplingParams(max_tokens=1000)
-    sequence = Sequence("r", token_ids, num_prompt, sampling, b"root", **fields)  # type: ignore[arg-type]
+    sequence = Sequence("r", token_array(token_ids), num_prompt, sampling, b"root", **fields)  # type: ignore[arg-type]
     sequence.num_computed_tokens = len(token_ids) - 1
     sequence.status = SequenceStatus.RUNNING
     return sequence
