@@ -23,7 +23,8 @@ from tandem.engine.kv_geometry import FORWARD_ERRORS
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.sequence import ScheduledChunk, Sequence, token_array
+from tandem.engine.sequence import ScheduledChunk, Sequence
+from tandem.engine.token_array import token_array
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.sampling import SamplingParams

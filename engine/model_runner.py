@@ -14,7 +14,8 @@ from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.interface import AttentionBackend, PagedStep
 from tandem.engine.device import to_device
 from tandem.engine.loader import LoadedModel
-from tandem.engine.sequence import PENDING_TOKEN, ScheduledChunk, Sequence, token_array
+from tandem.engine.sequence import PENDING_TOKEN, ScheduledChunk, Sequence
+from tandem.engine.token_array import token_array
 
 Array = np.ndarray[Any, Any]
 

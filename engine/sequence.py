@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 PENDING_TOKEN = -1  # stands for a token that is still on the device
-
-
-def token_array(token_ids: Iterable[int] = ()) -> array[int]:
-    """Token ids at 4 bytes each. A list takes nine times as much, and the garbage collector visits each of its items:
-
-    with two million tokens in a worker a full collection took 30 ms, in which no stream got a token.
-    """
-    return array("i", token_ids)
 
 
 class SequenceStatus(enum.Enum):
@@ -86,7 +78,7 @@ class Sequence:
     """
 
     request_id: str
-    token_ids: array[int]  # as of `token_array`
+    token_ids: array[int]  # see `token_array`
     num_prompt_tokens: int
     sampling: SamplingParams
     root: bytes  # root of the digest chain: namespace and tenant

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.engine.prompt_scores import PromptScores
-from tandem.engine.sequence import Phase, Sequence, SequenceStatus, token_array
+from tandem.engine.sequence import Phase, Sequence, SequenceStatus
 from tandem.engine.speculation.sources import RequestTexts
 from tandem.engine.structured_output import StructuredOutput
+from tandem.engine.token_array import token_array
 from tandem.protocol.digest import root_digest
 from tandem.protocol.errors import ContextLengthExceeded, RequestError
 from tandem.protocol.messages import Decode, Fork, Generate, Prefill, WorkerPriority

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.engine.sequence import token_array
 from tandem.engine.sequence_factory import CheckedPrompt
+from tandem.engine.token_array import token_array
 from tandem.protocol.digest import packed_digests, root_digest
 from tandem.protocol.errors import RequestError
 from tandem.protocol.fault_boundary import outcome_of

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import MutableSequence
 from collections.abc import Sequence as Seq
 
-from tandem.engine.sequence import token_array
 from tandem.engine.speculation.acceptance import Acceptance
 from tandem.engine.speculation.token_index import MAX_MATCH, SEPARATOR, Match, TokenIndex
+from tandem.engine.token_array import token_array
 
 _MAX_TOKENS = 1 << 18  # of all recent answers: some 35 MB
 _SCOPE_TOKENS = 1 << 16  # of one scope

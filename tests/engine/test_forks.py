@@ -10,9 +10,10 @@ import pytest
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.engine import Engine
-from tandem.engine.sequence import Phase, Sequence, token_array
+from tandem.engine.sequence import Phase, Sequence
 from tandem.engine.sequence_blocks import SequenceBlocks
 from tandem.engine.step_result import SequenceOutput
+from tandem.engine.token_array import token_array
 from tandem.protocol.messages import FinishReason, Fork
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import make_prompt, make_sampling

@@ -18,7 +18,8 @@ from tandem.engine.graphs.capture import required_bytes
 from tandem.engine.graphs.decode import DecodeGraphs, batch_sizes
 from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable, _refusing_syncs
 from tandem.engine.model_check import row_errors, tolerance
-from tandem.engine.sequence import ScheduledChunk, Sequence, token_array
+from tandem.engine.sequence import ScheduledChunk, Sequence
+from tandem.engine.token_array import token_array
 from tandem.protocol.config import EngineConfig
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import add, generate, make_prompt, make_sampling, output

@@ -8,7 +8,8 @@ import torch
 from tandem.engine.block_table import BlockTable
 from tandem.engine.sampling.logprobs import RowLogprobs
 from tandem.engine.sampling.prompt_scoring import split_logits
-from tandem.engine.sequence import ScheduledChunk, Sequence, token_array
+from tandem.engine.sequence import ScheduledChunk, Sequence
+from tandem.engine.token_array import token_array
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import make_sampling
 from tests.support.host_reads import HostReads

@@ -16,7 +16,8 @@ from tandem.engine.sampling.distribution import choose, top_values
 from tandem.engine.sampling.draw import philox, uniform_draw
 from tandem.engine.sampling.row_plan import plan_row
 from tandem.engine.sampling.sampler import SampledToken, Sampler
-from tandem.engine.sequence import Sequence, token_array
+from tandem.engine.sequence import Sequence
+from tandem.engine.token_array import token_array
 from tandem.protocol.sampling import SamplingParams
 
 VOCAB = 50

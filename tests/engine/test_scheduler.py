@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.receive_queue import Reservation
 from tandem.engine.scheduler import Scheduler
-from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus, token_array
+from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
+from tandem.engine.token_array import token_array
 from tandem.protocol.messages import WorkerPriority
 from tandem.protocol.sampling import SamplingParams
 from tests.support.answers import Endless, Expects

@@ -9,8 +9,9 @@ import pytest
 
 from tandem.engine.block_table import BlockTable
 from tandem.engine.pool_forecast import BlockDemand
-from tandem.engine.sequence import Sequence, token_array
+from tandem.engine.sequence import Sequence
 from tandem.engine.tenant_room import TenantShares
+from tandem.engine.token_array import token_array
 from tandem.protocol.messages import WorkerPriority
 from tandem.protocol.sampling import SamplingParams
 from tests.support.answers import Expects

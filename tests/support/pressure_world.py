@@ -15,8 +15,9 @@ from tandem.decode_worker.role import DecodeRole
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import HostStream
 from tandem.engine.scheduler import Scheduler
-from tandem.engine.sequence import Sequence, token_array
+from tandem.engine.sequence import Sequence
 from tandem.engine.sequence_factory import CheckedPrompt
+from tandem.engine.token_array import token_array
 from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.checksum import append_checksum
 from tandem.protocol.config import TransferConfig

@@ -6,13 +6,14 @@ import random
 
 import pytest
 
-from tandem.engine.sequence import ScheduledChunk, Sequence, SequenceStatus, token_array
+from tandem.engine.sequence import ScheduledChunk, Sequence, SequenceStatus
 from tandem.engine.speculation import sources as sources_module
 from tandem.engine.speculation.acceptance import Acceptance
 from tandem.engine.speculation.sources import RecentAnswers
 from tandem.engine.speculation.speculator import Speculator
 from tandem.engine.speculation.step_time import StepTime
 from tandem.engine.speculation.token_index import GRAM, MAX_MATCH, SEPARATOR, TokenIndex
+from tandem.engine.token_array import token_array
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import WorkerPriority
