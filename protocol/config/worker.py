@@ -287,7 +287,7 @@ class TierConfig:
                 f"{size}=0 would keep nothing in {place}={getattr(self, place)!r}; raise it, or leave {place} out",
             )
         require(
-            self.kv_encryption == "off" or bool(self.disk_cache_path or self.object_cache_url),
+            self.kv_encryption == "off" or self.is_sealed,
             "kv_encryption='on' would encrypt nothing: it is for KV on disk and in the object store; give "
             "disk_cache_path or object_cache_url too, or leave it out",
         )
@@ -295,7 +295,12 @@ class TierConfig:
     @property
     def is_used(self) -> bool:
         """Whether there is any tier below the pool."""
-        return bool(self.host_cache_gb or self.disk_cache_path or self.object_cache_url)
+        return self.host_cache_gb > 0 or self.is_sealed
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether there is a tier whose blocks are sealed, because they outlive the worker or others read them."""
+        return bool(self.disk_cache_path or self.object_cache_url)
 
     @property
     def codec_identity(self) -> str:

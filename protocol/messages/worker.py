@@ -126,7 +126,7 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
     bytes_out: Number = 0
     seconds_in: Measure = 0.0  # time in the store, summed over I/O threads
     seconds_out: Measure = 0.0
-    latency_s: Measure = 0.0  # learned fixed cost of a load
+    latency_s: Measure = 0.0  # assumed fixed cost of a load
     block_s: Measure = 0.0  # learned cost of each block; inf while the tier cannot be reached
 
 

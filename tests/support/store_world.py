@@ -25,7 +25,7 @@ from tandem.kv_transfer.tiers.tier import Tier
 from tests.support.waiting import poll_until
 
 KINDS = ["memory", "disk", "object-file", "object-s3", "disk-encrypted", "object-s3-encrypted"]
-PERSISTENT = KINDS[1:]
+PERSISTENT = [kind for kind in KINDS if kind != "memory"]
 BLOCK_BYTES = 5000
 NAMESPACE = bytes(range(16))
 KEY = StoreKey(bytes(range(32)))
@@ -129,6 +129,7 @@ class World:
             return MemoryStore(block_bytes, num_blocks)
         if self.kind == "disk":
             return DiskStore(self._folder / "blocks", namespace, block_bytes, key)
+        assert self.kind in ("object-file", "object-s3"), f"{self.kind} is of no store that this knows"
         options = self._server.options if self._server is not None and self.kind == "object-s3" else {}
         return ObjectStore(self._url, namespace, block_bytes, key, timeout_s=S3_TIMEOUT_S, options=options)
 

@@ -145,7 +145,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
     make = partial(_make_tier, engine, config.eviction_policy, _make_buffers(config, engine))
     if config.host_cache_gb:
         tiers.append(make("host", config.host_cache_codec, config.host_cache_gb, MemoryStore))
-    if not (config.disk_cache_path or config.object_cache_url):
+    if not config.is_sealed:
         return tiers
     key = _load_key(config)
     name = key.folder_name(engine.namespace)
