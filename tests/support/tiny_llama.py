@@ -20,6 +20,7 @@ def save_tiny_model(
     vocab_size: int = VOCAB_SIZE,
     hidden_size: int = 64,
     num_heads: int = 4,
+    num_layers: int = 2,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> Path:
     """The same weights each time; large enough that greedy output depends on every token before it."""
@@ -27,7 +28,7 @@ def save_tiny_model(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=max(1, num_heads // 2),
         max_position_embeddings=max_model_len,
