@@ -103,6 +103,7 @@ class Sequence:
     gave_way: bool = False  # it was preempted for another tenant, so no seat is kept for it
     onboarding: Onboarding | None = None
     logit_bias: tuple[Array, Array] | None = None  # ids and values; the sampler makes them once
+    prompt_ids: Array | None = None  # each id of the prompt once; the sampler makes them for the repetition penalty
     matcher: GrammarMatcher | None = None  # of a grammar that its output must match
     texts: RequestTexts | None = None  # in which drafts are looked for; forks share them
     drafts: DraftSources | None = None  # what its next tokens may be, once it was asked

@@ -81,7 +81,12 @@ def _scaled(sequence: Sequence, draft: Seq[int]) -> Edit | None:
     penalty = sequence.sampling.repetition_penalty
     if penalty == 1.0:
         return None
-    ids = np.union1d(np.array(sequence.token_ids), np.array(draft, dtype=np.int64))
+    if sequence.prompt_ids is None:  # sorting a long prompt for each token would take longer than the step
+        sequence.prompt_ids = np.unique(np.array(sequence.token_ids[: sequence.num_prompt_tokens], dtype=np.int64))
+    prompt_ids, others = sequence.prompt_ids, np.unique(np.array([*sequence.output_ids, *draft], dtype=np.int64))
+    places = np.searchsorted(prompt_ids, others)
+    is_new = prompt_ids[np.minimum(places, len(prompt_ids) - 1)] != others
+    ids = np.concatenate([prompt_ids, others[is_new]])
     return Edit(ids, np.full(len(ids), penalty, dtype=np.float32))
 
 
