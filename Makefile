@@ -62,14 +62,16 @@ bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARG
 	$(BIN)/tandem bench --url $(URL) $(ARGS)
 
 BENCHMARKS := equality faults hostile failover throughput interference exposure tiers transfer decisions edge versus speculation weights steps long-context \
-	eviction autoscaling structured-output lockout hostile-engines tenants
+	eviction autoscaling structured-output lockout hostile-engines tenants gpu-check
 
-.PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
+.PHONY: bench-NAME gpu-check $(addprefix bench-,$(BENCHMARKS))
 
 bench-all: $(addprefix bench-,$(BENCHMARKS)) ## run every benchmark in turn; results in bench-results/ (ARGS=--quick: only check that they work)
 
 $(addprefix bench-,$(BENCHMARKS)): bench-%: $(STAMP)
 	$(BIN)/python -m benchmarks.$(subst -,_,$*) $(ARGS)
+
+gpu-check: bench-gpu-check ## is the engine right on this machine's GPU, and how near the card's limits? under five minutes
 
 bench-NAME: ## run one benchmark: equality faults hostile failover throughput interference exposure tiers ...
 	@echo "NAME is one of: $(BENCHMARKS)"; exit 1

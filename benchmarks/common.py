@@ -208,14 +208,15 @@ def beside(work: Callable[..., None], *args: Any) -> Iterator[Connection]:
     """Run `work(pipe, *args)` in a process of its own, which ends with the block; yields the other end of the pipe."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, *args), daemon=True)
+    process = context.Process(target=work, args=(theirs, *args))
     process.start()
     theirs.close()
     try:
         yield ours
     finally:
         process.terminate()
-        process.join(5.0)
+        process.join(_STOP_TIMEOUT_S)  # it may stop a server
+        process.kill()
         ours.close()
 
 

@@ -74,6 +74,27 @@ def main() -> None:
     parser.option("--steps", 100, "decode steps of a round", quick=4)
     parser.option("--rounds", 3, quick=1)
     settings = parser.settings()
+    measured = measure(settings)
+    caption = "of the device: decode steps of its bandwidth, prompts of the rate of a large product of matrices"
+    print_rows(
+        f"Steps on {measured.device}, {torch.get_num_threads()} threads, {measured.kernels}", measured.steps, caption
+    )
+    console.print(f"reading the weights of a step once takes {measured.read_s * 1e3:.1f} ms")
+    write_result("steps", settings, {"steps": measured.steps, "read_s": measured.read_s, "limits": measured.limits})
+
+
+class Measured(NamedTuple):
+    """What `measure` found."""
+
+    device: torch.device
+    kernels: str
+    steps: list[dict[str, Any]]
+    read_s: float  # of the weights of a step
+    limits: Limits
+
+
+def measure(settings: argparse.Namespace) -> Measured:
+    """Steps and prompts of these settings, which are those of `main`."""
     device = resolve_device(settings.device)
     with tempfile.TemporaryDirectory() as random_model, torch.inference_mode():
         folder = random_model if settings.llama else str(resolve_model(settings.model))
@@ -84,11 +105,7 @@ def main() -> None:
             bench = Bench(engine, settings, sizes, limits)
             steps = [one for num in settings.streams for one in bench.measure_decoding(num)]
             steps += [one for num in settings.prompts for one in bench.measure_prompt(num)]
-            kernels, read_s = engine.model.kernels, sizes.weight_bytes / limits.bytes_per_s
-    caption = "of the device: decode steps of its bandwidth, prompts of the rate of a large product of matrices"
-    print_rows(f"Steps on {device}, {torch.get_num_threads()} threads, {kernels}", steps, caption)
-    console.print(f"reading the weights of a step once takes {read_s * 1e3:.1f} ms")
-    write_result("steps", settings, {"steps": steps, "read_s": read_s, "limits": limits})
+            return Measured(device, engine.model.kernels, steps, sizes.weight_bytes / limits.bytes_per_s, limits)
 
 
 def write_llama(folder: Path, settings: argparse.Namespace, device: torch.device) -> None:
