@@ -35,6 +35,17 @@ class Kernels:
     """(q [1, H, T, D], k [1, KVH, T, D], both with unit stride in D, cos [1, T, D], sin) -> q and k, rotated."""
 
 
+class _Separate:
+    """Linear layers as they are: what is compared with the original takes no memory for weights."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self.out_features = [linear.out_features for linear in linears]
+        self._linears = linears
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x) for linear in self._linears], dim=-1)
+
+
 def merge_siblings(module: nn.Module, make: MakeProduct) -> None:
     """Let linear layers over one input be one product."""
     for names in _SIBLINGS:
@@ -45,21 +56,18 @@ def merge_siblings(module: nn.Module, make: MakeProduct) -> None:
                 setattr(module, name, MergedLinear(product, idx))
 
 
-def replace_gated_mlp(
-    module: nn.Module, kernels: Kernels, make: MakeProduct, make_exact: MakeProduct | None = None
-) -> None:
-    """Let a gated MLP be two products and a kernel. `make_exact` makes those that are compared with the original."""
+def replace_gated_mlp(module: nn.Module, kernels: Kernels, make: MakeProduct) -> None:
+    """Let a gated MLP be two products and a kernel."""
     pair = linears_of(module, ("gate_proj", "up_proj"))
     down = getattr(module, "down_proj", None)
     if pair is None or not is_plain(down):
         return
-    exact = make_exact or make
-    forward = GatedMlp(exact(pair), exact([down]), kernels.silu_multiply)
+    candidate = GatedMlp(_Separate(pair), _Separate([down]), kernels.silu_multiply)
     # Activations differ most where the gate is neither small nor large. Some modules clamp what is large.
     probe = random_like(pair[0].weight)
     probe = probe * (2 / nn.functional.linear(probe, pair[0].weight).std().clamp_min(1e-6))
-    if all(agrees(module, forward, probe * scale) for scale in (0.01, 1.0, 1000.0)):
-        module.forward = GatedMlp(make(pair), make([down]), kernels.silu_multiply) if make_exact else forward
+    if all(agrees(module, candidate, probe * scale) for scale in (0.01, 1.0, 1000.0)):
+        module.forward = GatedMlp(make(pair), make([down]), kernels.silu_multiply)
         for name in ("gate_proj", "up_proj", "down_proj"):
             delattr(module, name)
 

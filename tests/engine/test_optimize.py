@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_rotary
 
+from tandem.engine.cpu import matmul
 from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
 from tandem.engine.cpu.optimize import _first, optimize
 from tandem.engine.replacement import agrees, rotary_agrees
@@ -102,6 +103,25 @@ def test_original_weights_are_released() -> None:
     optimize(model)
     gc.collect()
     assert [original() for original in originals] == [None] * 4
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_nothing_is_packed_that_is_not_kept(name: str, is_int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights beside it in its slab would keep its memory."""
+    taken: list[weakref.ref[Tensor]] = []
+    take = matmul._memory.take
+
+    def take_and_note(*size: Any) -> Tensor:
+        memory = take(*size)
+        taken.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(matmul._memory, "take", take_and_note)
+    model = optimize(make_model(name, torch.float32), is_int8=is_int8)
+    gc.collect()
+    assert len(taken) >= 4 * len(model.model.layers)
+    assert sum(memory() is None for memory in taken) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
