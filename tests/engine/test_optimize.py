@@ -298,3 +298,13 @@ def test_an_attention_blocks_own_forward_is_kept() -> None:
     attention = make_model("llama", torch.float32).model.layers[0].self_attn
     attention.forward = lambda *_: "its own"
     assert optimize(attention)() == "its own"
+
+
+def test_a_layer_that_is_called_again_reads_its_input_again() -> None:
+    attention = make_model("llama", torch.float32).model.layers[0].self_attn
+    plain, x = copy.deepcopy(attention), torch.randn(1, 3, 64)
+    optimize(attention)
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(attention.q_proj(x), plain.q_proj(x))
+            x.mul_(2)  # as a buffer of fixed place gets its next contents
