@@ -25,19 +25,16 @@ class SharedProduct:
     def __init__(self, product: Product) -> None:
         self.product = product
         self._input: Tensor | None = None
-        self._parts: tuple[Tensor, ...] = ()
-        self._num_left = 0
+        self._parts: dict[int, Tensor] = {}  # those that were not taken yet
 
     def part(self, x: Tensor, idx: int) -> Tensor:
-        """The output of one of the layers."""
-        if self._input is not x or self._num_left == 0:
+        """The output of one of the layers. A layer that is called again is computed again: `x` may have changed."""
+        if self._input is not x or idx not in self._parts:
             self._input = x
-            self._parts = torch.split(self.product(x), self.product.out_features, dim=-1)
-            self._num_left = len(self._parts)
-        self._num_left -= 1
-        out = self._parts[idx]
-        if self._num_left == 0:  # do not keep activations alive
-            self._input, self._parts = None, ()
+            self._parts = dict(enumerate(torch.split(self.product(x), self.product.out_features, dim=-1)))
+        out = self._parts.pop(idx)
+        if not self._parts:  # do not keep activations alive
+            self._input = None
         return out
 
 

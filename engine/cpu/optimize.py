@@ -43,7 +43,8 @@ class _WeightOfProduct:
 
     def __init__(self, *weights: Tensor) -> None:
         """The same weight in each dtype that inputs may have."""
-        self._products = {weight.dtype: PackedLinear([_as_linear(weight)]) for weight in weights}
+        by_dtype = {weight.dtype: weight for weight in weights}
+        self._products = {dtype: PackedLinear([_as_linear(weight)]) for dtype, weight in by_dtype.items()}
 
     def type(self, _: torch.dtype) -> _WeightOfProduct:
         """Returns itself, because a product uses the dtype of its input."""
@@ -68,7 +69,7 @@ def optimize(model: nn.Module, *, is_int8: bool = False) -> nn.Module:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     with torch.inference_mode():
         for module in list(model.modules()):
-            replace_gated_mlp(module, kernels, pack, PackedLinear)
+            replace_gated_mlp(module, kernels, pack)
             merge_siblings(module, pack)
             replace_norm(module, kernels)
             replace_rotary(module, kernels)
@@ -126,7 +127,7 @@ def _replace_experts(module: nn.Module, pack: Callable[[list[nn.Linear]], Packed
     if gate_up is None or down is None or apply_gate is None:
         return
     linears = [(_as_linear(up), _as_linear(low)) for up, low in zip(gate_up, down, strict=True)]
-    experts = [(PackedLinear([up]), PackedLinear([low])) for up, low in linears]
+    experts: list[tuple[nn.Module, nn.Module]] = [*linears]  # packed once they are known to fit
 
     def forward(x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """x [T, D], chosen [T, k] of the experts, shares [T, k] -> [T, D]"""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_rotary
 
+from tandem.engine.cpu import matmul
 from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
 from tandem.engine.cpu.optimize import _first, optimize
 from tandem.engine.replacement import agrees, rotary_agrees
@@ -101,6 +103,25 @@ def test_original_weights_are_released() -> None:
     optimize(model)
     gc.collect()
     assert [original() for original in originals] == [None] * 4
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_nothing_is_packed_that_is_not_kept(name: str, is_int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights beside it in its slab would keep its memory."""
+    taken: list[weakref.ref[Tensor]] = []
+    take = matmul._memory.take
+
+    def take_and_note(*size: Any) -> Tensor:
+        memory = take(*size)
+        taken.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(matmul._memory, "take", take_and_note)
+    model = optimize(make_model(name, torch.float32), is_int8=is_int8)
+    gc.collect()
+    assert len(taken) >= 4 * len(model.model.layers)
+    assert sum(memory() is None for memory in taken) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -196,3 +217,94 @@ def test_a_gated_mlp_that_clamps_what_is_large_is_left_alone() -> None:
     with torch.inference_mode():
         expected = mlp(large)
         torch.testing.assert_close(optimize(mlp)(large), expected)
+
+
+def root_mean_square(x: Tensor, epsilon: float) -> Tensor:
+    return (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
+
+
+OTHER_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "epsilon outside the root": lambda x: x / (root_mean_square(x, 0.0) + 1e-6),
+    "another epsilon": lambda x: x / root_mean_square(x, 1e-5),
+    "centred": lambda x: (x - x.mean(-1, keepdim=True)) / root_mean_square(x - x.mean(-1, keepdim=True), 1e-6),
+    "clamped": lambda x: x.clamp(-10, 10) / root_mean_square(x.clamp(-10, 10), 1e-6),
+    "clamped variance": lambda x: x / root_mean_square(x, 0.0).clamp_min(0.1),
+}
+
+
+class OwnRMSNorm(nn.Module):
+    def __init__(self, weight: Tensor, norm: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.eps = 1e-6
+        self._norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * self._norm(x.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [33, 2048])
+def test_a_norm_of_another_formula_is_left_alone(dim: int, dtype: torch.dtype) -> None:
+    weight = torch.ones(dim, dtype=dtype)
+    assert "forward" in vars(optimize(OwnRMSNorm(weight, lambda x: x / root_mean_square(x, 1e-6))))
+    taken = [name for name, norm in OTHER_NORMS.items() if "forward" in vars(optimize(OwnRMSNorm(weight, norm)))]
+    assert taken == []
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_norm_with_one_factor_for_all_widths_is_left_alone(shape: tuple[int, ...]) -> None:
+    norm = OwnRMSNorm(torch.full(shape, 1.5), lambda x: x / root_mean_square(x, 1e-6))
+    x = torch.randn(1, 3, 33)
+    with torch.inference_mode():
+        expected = norm(x)
+        assert torch.equal(optimize(norm)(x), expected)
+
+
+class Gated(nn.Module):
+    def __init__(self, dim: int, deviation: float, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(dim, dim) for _ in range(3))
+        self._activation = activation
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=deviation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "deviation"), [(64, 1.0), (256, 0.006), (33, 1e-4)])
+def test_gates_are_told_apart_whatever_their_weights(dim: int, deviation: float, dtype: torch.dtype) -> None:
+    functional = nn.functional
+    others = (functional.gelu, functional.relu, functional.mish, functional.hardswish, functional.elu)
+    clamped = (lambda x: functional.silu(x.clamp(max=7.0)), lambda x: functional.silu(x.clamp(max=100.0)))
+    torch.manual_seed(0)
+    assert "forward" in vars(optimize(Gated(dim, deviation, functional.silu).to(dtype)))
+    taken = [one for one in (*others, *clamped) if "forward" in vars(optimize(Gated(dim, deviation, one).to(dtype)))]
+    assert taken == []
+
+
+@pytest.mark.parametrize(("batch", "dim"), [(2, 16), (1, 15)])
+def test_heads_that_the_kernel_cannot_rotate_take_the_models_own_way(batch: int, dim: int) -> None:
+    attention = optimize(make_model("llama", torch.float32)).model.layers[0].self_attn
+    rotate = attention.forward.__func__.__globals__["apply_rotary_pos_emb"]
+    q, k, cos, sin = (torch.randn(*shape, 5, dim) for shape in ((batch, 4), (batch, 2), (1,), (1,)))
+    for actual, expected in zip(rotate(q, k, cos, sin), half_rotary(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_an_attention_blocks_own_forward_is_kept() -> None:
+    attention = make_model("llama", torch.float32).model.layers[0].self_attn
+    attention.forward = lambda *_: "its own"
+    assert optimize(attention)() == "its own"
+
+
+def test_a_layer_that_is_called_again_reads_its_input_again() -> None:
+    attention = make_model("llama", torch.float32).model.layers[0].self_attn
+    plain, x = copy.deepcopy(attention), torch.randn(1, 3, 64)
+    optimize(attention)
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(attention.q_proj(x), plain.q_proj(x))
+            x.mul_(2)  # as a buffer of fixed place gets its next contents
