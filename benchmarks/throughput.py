@@ -1,9 +1,9 @@
 """Throughput: output tokens/s at several concurrencies, prefill tokens/s at several lengths, and the time to ready.
 
 Closed loop, prompts of 128 tokens that share nothing, 64 tokens out; without drafts, which random prompts flatter.
-Prefill speed is that of one prompt at a time with a single token out. All set-ups run in one go; with --vllm-python
-vLLM is among them, and the ratios that the project holds itself to are printed: 0.8 of vLLM colocated, 1.0 of vLLM
-1P1D.
+Chats are 8 at once of 4 turns each. Prefill speed is that of one prompt at a time with a single token out. All set-ups
+run in one go; with --vllm-python vLLM is among them, and the ratios that the project holds itself to are printed: 0.8
+of vLLM colocated, 1.0 of vLLM 1P1D.
 
 Stands behind README's table of output tokens/s beside vLLM.
 
@@ -13,8 +13,11 @@ Stands behind README's table of output tokens/s beside vLLM.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import random
 import statistics
 import sys
+import time
 from functools import partial
 
 from benchmarks import vllm
@@ -33,9 +36,29 @@ from benchmarks.common import (
     write_result,
 )
 from tandem.loadtest.closed_loop import run_completions
+from tandem.loadtest.prompts import random_text
 from tandem.loadtest.stats import LoadSummary, summarize
 
 _WARMUP_REQUESTS = 4
+_CHATS, _CHAT_TURNS, _CHAT_WORDS = 8, 4, 60  # words of each question
+_WORDS = [
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "man",
+    "thing",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+    "family",
+    "student",
+    "group",
+]
 POOL = "--pool-bytes=1000000000"  # taken at the start: the first use of memory would be measured as time of prefill
 _FLOORS = {COLOCATED.name: ("vLLM colocated", 0.8), ONE_PAIR.name: ("vLLM 1P1D", 1.0)}
 
@@ -74,6 +97,8 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, flo
         found = await load(server, settings, concurrency, num_requests, seed=2 * concurrency)
         loads[f"{concurrency}: tok/s"] = found.output_tokens_per_s
         loads |= in_ms(f"{concurrency}: TTFT", found.ttft_s, "p50") | in_ms(f"{concurrency}: ITL", found.itl_s, "p50")
+    await chat_speed(server, settings, seed=17)  # not counted
+    loads["chat: tok/s"] = await chat_speed(server, settings, seed=18)
     for length in settings.prefill_tokens:
         speeds[f"prefill tok/s at {length}"] = await prefill_speed(server, settings, length, seed=9)
     return {"ready s": server.start_s, **speeds, **loads}
@@ -95,6 +120,27 @@ async def load(
     if summary.num_errors:
         raise RuntimeError(f"{server.name}: {summary.num_errors} errors, the first: {summary.first_error}")
     return summary
+
+
+async def chat_speed(server: Server, settings: argparse.Namespace, *, seed: int) -> float:
+    """Output tokens/s of conversations at once, each turn of which repeats all turns before it."""
+    rng = random.Random(1_000_003 * settings.seed + seed)
+
+    async def talk(texts: list[str]) -> int:
+        messages, num_tokens = list[dict[str, str]](), 0
+        for text in texts:
+            messages.append({"role": "user", "content": text})
+            body = {"model": server.model, "messages": messages, "max_tokens": settings.output_tokens}
+            body |= {"temperature": 0, "ignore_eos": True}
+            answer = await server.client.request_json("POST", "/v1/chat/completions", body)
+            messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+            num_tokens += answer["usage"]["completion_tokens"]
+        return num_tokens
+
+    began_s = time.perf_counter()
+    texts = [[random_text(rng, _CHAT_WORDS) for _ in range(_CHAT_TURNS)] for _ in range(_CHATS)]
+    num_tokens = sum(await asyncio.gather(*map(talk, texts)))
+    return num_tokens / (time.perf_counter() - began_s)
 
 
 async def prefill_speed(server: Server, settings: argparse.Namespace, num_tokens: int, *, seed: int) -> float:
