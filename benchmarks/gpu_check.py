@@ -153,25 +153,23 @@ def _is_plain(plain: Any, prompt: list[int], answer: list[int]) -> bool:
 
 
 def check_tokens(settings: argparse.Namespace) -> Iterator[Row]:
-    """Whether a token depends on what is computed beside it. In 16 bits it may; in float32 greedy tokens do not."""
-    for dtype in ("float32", "bfloat16"):
+    """Whether a token depends on what is computed beside it. In 16 bits it may, unless `--exact on` forbids it."""
+    for dtype, exact in (("float32", "off"), ("bfloat16", "off"), ("bfloat16", "on")):
         with tempfile.TemporaryDirectory() as folder:
             _save_llama(Path(folder), settings)
-            engine, prompts = _engine(folder, settings, dtype), _prompts(settings, 500)
+            engine, prompts = _engine(folder, settings, dtype, exact=exact), _prompts(settings, 500)
             answers = _answers(engine, prompts, "first")
             found = {"the same again": _answers(engine, prompts, "second")}
             found["prompts cached"] = _answers(engine, prompts, "first")
             found["each alone"] = [_answers(engine, [one], f"alone {i}")[0] for i, one in enumerate(prompts)]
             with steps.without_graphs(engine):
                 found["without graphs"] = _answers(engine, prompts, "plain")
-            engine = _engine(folder, settings, dtype, max_num_batched_tokens=64)
+            engine = _engine(folder, settings, dtype, exact=exact, max_num_batched_tokens=64)
             found["in chunks of 64"] = _answers(engine, prompts, "chunks")
         for what, others in found.items():
-            num_equal = sum(one == other for one, other in zip(answers, others, strict=True))
-            if dtype == "float32" or what == "the same again":
-                yield _equal(f"{dtype}, {what}", num_equal, len(prompts))
-            else:
-                yield Row(f"{dtype}, {what}", f"{num_equal} of {len(prompts)}")
+            row = _equal(f"{dtype}, exact {exact}, {what}", sum(map(list.__eq__, answers, others)), len(prompts))
+            must_be_equal = dtype == "float32" or exact == "on" or what == "the same again"
+            yield row if must_be_equal else row._replace(aim="", is_right=True)
 
 
 def _equal(what: str, num_equal: int, num: int) -> Row:
@@ -187,6 +185,7 @@ def check_steps(settings: argparse.Namespace) -> Iterator[Row]:
         shape="8b" if _is_large() else "1.5b",
         weights="as-loaded",
         threads=0,
+        exact="off",
         context=40 if is_small else 1024,
         streams=[1, 3] if is_small else [1, 8, 64],
         prompts=[16, 64] if is_small else [16, 512, 4096],
@@ -201,6 +200,11 @@ def check_steps(settings: argparse.Namespace) -> Iterator[Row]:
         what = f"{one['']}, {one['condition']}"
         yield Row(f"{what}: p50", one["p50 ms"], "ms", _step_aim(one))
         yield Row(f"{what}: of the device", one["of the device"], "", _share_aim(one))
+    of_steps.exact = "on"
+    for one, plain in zip(steps.measure(of_steps).steps, measured.steps, strict=True):
+        price = one["p50 ms"] / plain["p50 ms"]
+        aim = verdict("1.35", price <= 1.35) if (one[""], one["condition"]) == ("64 streams", "graphs") else ""
+        yield Row(f"{one['']}, {one['condition']}: exact over not", price, "", aim)
 
 
 def _step_aim(row: dict[str, Any]) -> str:

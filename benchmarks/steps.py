@@ -67,6 +67,7 @@ def main() -> None:
     parser.option("--llama", 0, "layers of a random model, instead of --model")
     parser.option("--shape", "8b", "whose layers these are", choices=_SHAPES)
     parser.option("--weights", "as-loaded", "as of `tandem serve`", choices=["as-loaded", "int8"])
+    parser.option("--exact", "off", "as of `tandem serve`", choices=["off", "on"])
     parser.option("--threads", 0, "threads of a step on a CPU; 0 = all cores")
     parser.option("--context", 64, "tokens before each stream's answer", quick=40)
     parser.option("--streams", [1, 8, 32], quick=[1, 3])
@@ -135,6 +136,7 @@ def make_engine(folder: str, sizes: Sizes, settings: argparse.Namespace, device:
     config = EngineConfig(
         model=folder,
         weights=settings.weights,
+        exact=settings.exact,
         device=device.type,  # type: ignore[arg-type]
         pool_bytes=max(1 << 30, int(1.1 * num_tokens * sizes.kv_bytes)),
         num_threads=settings.threads,

@@ -158,11 +158,7 @@ class Engine:
     def _make_speculator(self) -> Speculator | None:
         """None if nothing is drafted: it takes kernels for which no row of a step depends on how many there are."""
         speculate = self.config.speculate
-        if speculate == "off" or self.model.device.type != "cpu":
-            return None
-        from tandem.engine.cpu.optimize import inexact_parts
-
-        if inexact_parts(self.model.module):
+        if speculate == "off" or not self.model.is_exact:
             return None
         return Speculator(
             speculate,

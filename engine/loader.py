@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from tandem.engine.architecture import load_config, model_class, text_config
 from tandem.engine.attention.interface import LayerAttention
 from tandem.engine.kv_geometry import measure_kv
+from tandem.engine.products import inexact_parts
 from tandem.engine.tensor_parallel.group import RankGroup
 from tandem.engine.tensor_parallel.layers import sum_experts
 from tandem.engine.tensor_parallel.loading import check_config, check_heads
@@ -53,6 +54,7 @@ class LoadedModel:
     attentions: frozenset[LayerAttention]  # the kinds of its layers
     num_ranks: int = 1  # of tensor parallelism; the figures above are those of one rank
     kernels: str  # what computes it; between two kinds the last bits differ
+    is_exact: bool  # whether no row of a step depends on how many rows there are, bit for bit
     attention: str  # other settings that change the KV's content, rope and window, as canonical JSON
 
 
@@ -113,6 +115,8 @@ def load_model(
     device = resolve_device(config.device, group)
     if config.weights == "int8" and device.type != "cpu":
         raise ConfigError("weights=int8 has kernels for CPUs only; use a quantized checkpoint on a GPU")
+    if config.exact == "on" and device.type != "cpu" and group is not None:
+        raise ConfigError("exact=on is for one GPU a worker: sums between GPUs are in NCCL's order; leave it off")
     disable_progress_bar()  # a worker has no terminal
     model_config = load_config(folder)
     model_type = model_class(config.model, model_config)
@@ -126,11 +130,14 @@ def load_model(
         kv = measure_kv(module)
     if group is not None:
         check_heads(config.model, text, kv, group.size)
-    kernels = _use_kernels(module, device, kv.dtype, config.weights)
+    kernels = _use_kernels(module, device, kv.dtype, config)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took and gave back is free for the pool
     if group is not None:
         sum_experts(module, group)
+    parts = inexact_parts(module)
+    if parts and config.exact == "on":
+        raise ConfigError(f"exact=on cannot be kept: products of {', '.join(parts)} are not known here; leave it off")
     return LoadedModel(
         module=module,
         num_layers=kv.num_layers,
@@ -144,28 +151,35 @@ def load_model(
         revision=model_revision(folder),
         attentions=kv.attentions,
         kernels=kernels,
+        is_exact=not parts,
         attention=_attention_identity(text),
         num_ranks=1 if group is None else group.size,
     )
 
 
-def _use_kernels(module: nn.Module, device: torch.device, dtype: torch.dtype, weights: str) -> str:
+def _use_kernels(module: nn.Module, device: torch.device, dtype: torch.dtype, config: EngineConfig) -> str:
     """Replace parts of the model with kernels for the device. Returns their name."""
     if device.type == "cpu":
         from tandem.engine.cpu import optimize as for_cpu
         from tandem.engine.cpu.kinds import kernels_of
         from tandem.engine.native_layers import use_native_layers
 
-        for_cpu.optimize(module, is_int8=weights == "int8")
+        for_cpu.optimize(module, is_int8=config.weights == "int8")
         _leave_weight_files(module)
         use_native_layers(module)
-        return kernels_of(dtype) + (" int8" if weights == "int8" else "")
+        return kernels_of(dtype) + (" int8" if config.weights == "int8" else "")
+    is_exact = config.exact == "on"
     if find_spec("triton") is None:
+        if is_exact:
+            raise ConfigError("exact=on needs Triton's kernels on a GPU: install triton, or leave it off")
         return device.type
     from tandem.engine.gpu import optimize as for_gpu
 
-    for_gpu.optimize(module)
-    return f"{device.type} fused"
+    for_gpu.optimize(module, is_exact=is_exact)
+    if not is_exact:
+        return f"{device.type} fused"
+    major, minor = torch.cuda.get_device_capability(device)  # others may multiply by other instructions
+    return f"{device.type} exact {major}.{minor}"
 
 
 def _leave_weight_files(module: nn.Module) -> None:

@@ -45,10 +45,14 @@ _ULP, _MOST_ROUNDING = 2**-8, 0.5
 def make_checked_backend(model: LoadedModel, config: EngineConfig) -> AttentionBackend:
     """The model's attention backend, compared with plain attention, alone and in the model."""
     device = read_device(model.device)
-    name = choose_backend(config.attention_backend, device, model.head_dim, model.dtype, model.attentions)
+    is_exact = config.exact == "on" and device.kind != "cpu"
+    wanted = "triton" if is_exact else config.attention_backend  # no row of ours depends on the batch
+    name = choose_backend(wanted, device, model.head_dim, model.dtype, model.attentions)
     backend = make_backend(name, torch.get_num_threads(), model.max_model_len)
     check_attention(model, backend, config.block_size)
     check_model(model, backend, config.block_size)
+    if is_exact:
+        check_exactness(model, backend, config.block_size)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the checks' memory is the pool's
     logger.info("attention backend: %s", name)
@@ -74,6 +78,19 @@ def check_model(model: LoadedModel, backend: AttentionBackend, block_size: int) 
         )
 
 
+def check_exactness(model: LoadedModel, backend: AttentionBackend, block_size: int) -> None:
+    """Raise ConfigError unless each prompt has the same logits alone as beside the others, bit for bit."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(model.vocab_size, (length,), generator=generator) for length in _LENGTHS]
+    together = _paged_logits(model, backend, block_size, prompts)
+    for row, prompt in enumerate(prompts):
+        alone = _paged_logits(model, backend, block_size, [prompt], cuts=(len(prompt) // 2,))
+        if not torch.equal(alone[0], together[row]):
+            raise ConfigError(
+                f"exact=on cannot be kept: logits of {_name(model)} depend on the other rows of a step; leave it off"
+            )
+
+
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
     """Relative differences [n] of the rows of logits [n, vocab]."""
     actual, expected = actual.float(), expected.float()
@@ -91,14 +108,20 @@ def _name(model: LoadedModel) -> str:
     return type(model.module).__name__
 
 
-def _paged_logits(model: LoadedModel, backend: AttentionBackend, block_size: int, prompts: list[Tensor]) -> Tensor:
+def _paged_logits(
+    model: LoadedModel,
+    backend: AttentionBackend,
+    block_size: int,
+    prompts: list[Tensor],
+    cuts: tuple[int, ...] = _CUTS,
+) -> Tensor:
     """Logits after each prompt, [n, vocab]: all prompts packed, in two steps, over a pool of their own."""
     num_blocks = [-(-len(prompt) // block_size) for prompt in prompts]
     shape = (sum(num_blocks), model.num_kv_heads, model.num_layers, 2, block_size, model.head_dim)
     runner = ModelRunner(model, backend, paged_view(torch.zeros(shape, dtype=model.dtype, device=model.device)))
     free = list(range(shape[0]))
     first, second = [], []
-    for prompt, cut, count in zip(prompts, _CUTS, num_blocks, strict=True):
+    for prompt, cut, count in zip(prompts, cuts, num_blocks, strict=True):
         blocks, free = free[-count:], free[:-count]
         sampling = SamplingParams(max_tokens=1)
         sequence = Sequence(

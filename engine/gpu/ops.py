@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from triton.knobs import runtime
 
 from tandem.engine.attention.triton import power_of_two
 from tandem.engine.gpu import kernels
@@ -11,6 +15,65 @@ from tandem.engine.replacement import Kernels
 
 _BLOCK = 1024  # columns of one program, of a gated MLP
 _ROTATED = 1024  # elements of one program's heads, half of each
+
+
+class Tile(NamedTuple):
+    """Shape of the work of one program of a product."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+WIDE_TILE = Tile(128, 128, 64, 8, 3)
+_FEW_ROWS = 64  # of one tile: up to this many, reading the weight is what takes time
+
+
+def narrow_tile(out_features: int, dtype: torch.dtype) -> Tile:
+    """The tile for few rows: the same for all numbers of rows and GPUs. Few columns, so that all processors read."""
+    if dtype is torch.float32:
+        return Tile(32, 32, 32, 4, 2)
+    return Tile(_FEW_ROWS, 32 if out_features <= 8192 else 64, 64, 4, 4)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] times weight [out, in], contiguous: [..., out]. A row's bits do not depend on the other rows."""
+    assert weight.is_contiguous(), "the kernel reads whole rows of weights"
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    is_wide = rows.shape[0] > _FEW_ROWS and wide_tile_agrees(*weight.shape, x.dtype, x.device)
+    tile = WIDE_TILE if is_wide else narrow_tile(weight.shape[0], x.dtype)
+    return _multiply(rows, weight, bias, tile).view(*x.shape[:-1], weight.shape[0])
+
+
+@functools.cache
+def wide_tile_agrees(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether larger tiles, which prompts take less time with, give the same bits here: seen from a random product.
+
+    They do where the device multiplies both by the same instructions. Answers do not depend on it, only time does.
+    """
+    if dtype is torch.float32:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    num_rows, num_out = 2 * WIDE_TILE.rows, min(num_out, 2 * WIDE_TILE.columns)
+    x, weight = (torch.randn(size, num_in, generator=generator).to(device, dtype) for size in (num_rows, num_out))
+    narrow = _multiply(x, weight, None, narrow_tile(num_out, dtype))
+    return torch.equal(_multiply(x, weight, None, WIDE_TILE), narrow)
+
+
+def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+    num_out, num_in = weight.shape
+    out = torch.empty(rows.shape[0], num_out, dtype=rows.dtype, device=rows.device)
+    grid = (-(-rows.shape[0] // tile.rows), -(-num_out // tile.columns))
+    shape = {"IN": num_in, "HAS_BIAS": bias is not None}
+    shape |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
+    cast = bool(runtime.interpret) and rows.dtype is torch.bfloat16
+    options = {"CAST": cast, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    given = weight if bias is None else bias
+    kernels.multiply[grid](rows, weight, given, out, rows.shape[0], num_out, rows.stride(0), **shape, **options)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

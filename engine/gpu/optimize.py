@@ -7,13 +7,13 @@ of two in the MLP, and one kernel for each norm, for the rotary embedding and fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from tandem.engine.gpu.ops import KERNELS
+from tandem.engine.gpu.ops import KERNELS, WIDE_TILE, multiply
 from tandem.engine.parts import Product
+from tandem.engine.products import replace_products
 from tandem.engine.replacement import merge_siblings, replace_gated_mlp, replace_norm, replace_rotary
 
 
@@ -32,16 +32,34 @@ class JoinedLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
+class ExactLinear(JoinedLinear):
+    """The same, with no row of the result depending on how many rows there are."""
+
+    is_exact = True
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        super().__init__(linears)
+        if self.weight.is_cuda:  # compile now, not while requests wait
+            for num_rows in (1, WIDE_TILE.rows):
+                multiply(self.weight.new_zeros(num_rows, self.weight.shape[1]), self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., sum of out_features]"""
+        return multiply(x, self.weight, self.bias)
+
+
 def _joined(parameters: Sequence[Tensor]) -> nn.Parameter:
-    if len(parameters) == 1:
-        return cast(nn.Parameter, parameters[0])
-    return nn.Parameter(torch.cat([one.detach() for one in parameters]), requires_grad=False)
+    whole = parameters[0].detach() if len(parameters) == 1 else torch.cat([one.detach() for one in parameters])
+    return nn.Parameter(whole.contiguous(), requires_grad=False)
 
 
-def optimize(model: nn.Module) -> nn.Module:
-    """Replace known parts in place and return the model."""
+def optimize(model: nn.Module, *, is_exact: bool = False) -> nn.Module:
+    """Replace known parts in place and return the model. With `is_exact` these are all products: see `products.py`."""
     make: type[Product] = JoinedLinear
     with torch.inference_mode():
+        if is_exact:
+            replace_products(model, KERNELS, ExactLinear, ExactLinear)
+            return model
         for module in list(model.modules()):
             replace_gated_mlp(module, KERNELS, make)
             merge_siblings(module, make)

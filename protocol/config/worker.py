@@ -114,6 +114,14 @@ class EngineConfig:
             ENGINE,
         ),
     ] = "auto"
+    exact: Annotated[
+        Literal["off", "on"],
+        Setting(
+            "on = a token's bits depend neither on what else is computed nor on which worker does it, as always on "
+            "CPUs; steps of a GPU take longer.",
+            ENGINE,
+        ),
+    ] = "off"
     cuda_graphs: Annotated[
         Literal["auto", "off"],
         Setting(
@@ -174,6 +182,10 @@ class EngineConfig:
             self.max_num_batched_tokens == 0 or self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens={self.max_num_batched_tokens} is smaller than max_num_seqs={self.max_num_seqs}; "
             "raise it or lower max_num_seqs, so that every running sequence gets its token in each step",
+        )
+        require(
+            self.exact == "off" or self.attention_backend != "fa3",
+            "exact='on' cannot be kept by attention_backend='fa3', whose sums depend on the batch; leave one out",
         )
 
 

@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 from tandem.engine import loader
 from tandem.engine.gpu.ops import rms_norm, rotate, silu_multiply
 from tandem.engine.gpu.optimize import optimize
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.errors import ConfigError
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import generate, make_prompt
 from tests.engine.test_optimize import DISTINCT, make_model
@@ -137,12 +139,24 @@ def test_a_layer_of_a_llama_launches_a_third() -> None:
     assert fast == ["rms_norm", *attention, add, "rms_norm", product, "silu_multiply", product, add]
 
 
-@pytest.mark.parametrize(("has_triton", "expected"), [(True, "cuda fused"), (False, "cuda")])
-def test_kv_of_fused_parts_is_told_apart(has_triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("has_triton", "exact", "expected"),
+    [(True, "off", "cuda fused"), (False, "off", "cuda"), (True, "on", "cuda exact 9.0")],
+)
+def test_kv_of_fused_parts_is_told_apart(
+    has_triton: bool, exact: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loader, "find_spec", lambda _: object() if has_triton else None)
-    model = make_model("llama", torch.float32).to(DEVICE)
-    assert loader._use_kernels(model, torch.device("cuda"), torch.float32, "checkpoint") == expected
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    model, config = make_model("llama", torch.float32).to(DEVICE), EngineConfig(model="m", exact=exact)
+    assert loader._use_kernels(model, torch.device("cuda"), torch.float32, config) == expected
     assert ("forward" in vars(model.model.norm)) == has_triton
+
+
+def test_without_triton_a_gpu_cannot_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="exact=on needs Triton's kernels on a GPU: install triton"):
+        loader._use_kernels(nn.Module(), torch.device("cuda"), torch.float32, EngineConfig(model="m", exact="on"))
 
 
 @pytest.mark.cluster  # much to interpret

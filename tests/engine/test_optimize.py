@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 
 from tandem.engine.cpu import matmul
 from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
-from tandem.engine.cpu.optimize import _first, optimize
+from tandem.engine.cpu.optimize import optimize
+from tandem.engine.products import _first
 from tandem.engine.replacement import agrees, rotary_agrees
 from tests.support.architectures import SERVED
 

@@ -238,7 +238,15 @@ def test_steps_of_another_size_need_no_other_kernel(compiled: list[dict[str, Any
     names = [(kernel["kernel"], kernel["capability"]) for kernel in compiled]
     attention = [(name, gpu) for name in KERNELS for gpu in (80, 80, 90, 90)]
     norms = [("rms_norm", gpu) for gpu in (80, 80, 90, 90)]  # of rows, and of heads
-    assert names == attention + norms + [(name, gpu) for name in ("silu_multiply", "rotate") for gpu in (80, 90)]
+    others = [(name, gpu) for name in ("silu_multiply", "rotate") for gpu in (80, 90)]
+    products = [("multiply", gpu) for gpu in (80, 80, 80, 90, 90, 90)]  # few columns, more of them, and wide tiles
+    assert names == attention + norms + others + products
+
+
+def test_compiled_products_use_tensor_cores_and_load_ahead(compiled: list[dict[str, Any]]) -> None:
+    for kernel in (one for one in compiled if one["kernel"] == "multiply"):
+        assert kernel["wgmma" if kernel["capability"] == 90 else "mma"], kernel
+        assert kernel["copies ahead"], kernel
 
 
 @pytest.mark.parametrize("name", ["attend", "attend_decoding"])

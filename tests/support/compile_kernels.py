@@ -76,6 +76,16 @@ def run_parts(device: int, dtype: torch.dtype) -> None:
         ops.silu_multiply(both[..., :14336], both[..., 14336:])
 
 
+def run_products(device: int, dtype: torch.dtype) -> None:
+    """Launch exact products with both tiles, for several numbers of rows and columns."""
+    driver.set_active(NoGpu(device))  # type: ignore[arg-type]
+    for num_rows in (1, 16, 700):
+        for num_out in (4096, 16_384):
+            x, weight = torch.zeros(num_rows, 4096, dtype=dtype), torch.zeros(num_out, 4096, dtype=dtype)
+            for tile in (ops.narrow_tile(num_out, dtype), ops.WIDE_TILE):
+                ops._multiply(x, weight, None, tile)
+
+
 if __name__ == "__main__":
     JITFunction.__getitem__ = compile_only
     run_steps(0, 128, torch.bfloat16)
@@ -84,8 +94,10 @@ if __name__ == "__main__":
     run_steps(1, 256, torch.bfloat16, window=4096, softcap=50.0)
     run_parts(0, torch.float32)
     run_parts(1, torch.bfloat16)
+    run_products(0, torch.bfloat16)
+    run_products(1, torch.bfloat16)
     of_attention = [getattr(triton_kernels, name) for name in ("write_kv", "attend", "attend_decoding", "merge_splits")]
-    of_parts = [kernels.rms_norm, kernels.silu_multiply, kernels.rotate]
+    of_parts = [kernels.rms_norm, kernels.silu_multiply, kernels.rotate, kernels.multiply]
     for kernel in of_attention + of_parts:
         name = kernel.fn.__name__
         for device, capability in enumerate(_CAPABILITIES):
