@@ -169,7 +169,12 @@ _VISION |= {"image_size": 28, "patch_size": 14}
 _QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 _QWEN_VISION |= {"patch_size": 14}
 _QWEN3_VISION = {**_QWEN_VISION, "deepstack_visual_indexes": []}
-_QWEN_IDS = {"image_token_id": 190, "video_token_id": 191, "vision_start_token_id": 192, "vision_end_token_id": 193}
+_QWEN_IDS: dict[str, Any] = {
+    "image_token_id": 190,
+    "video_token_id": 191,
+    "vision_start_token_id": 192,
+    "vision_end_token_id": 193,
+}
 _AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "num_mel_bins": 16}
 
 
@@ -182,7 +187,7 @@ def _two_part(config: str, text: dict[str, Any], vision: dict[str, Any], note: s
     return Family(config, {"text_config": text, "vision_config": vision, **ids}, note)
 
 
-_IMAGE = {"image_token_index": 190}
+_IMAGE: dict[str, Any] = {"image_token_index": 190}
 _CLIP, _SIGLIP, _PIXTRAL = (
     {"model_type": kind, **_VISION} for kind in ("clip_vision_model", "siglip_vision_model", "pixtral")
 )

@@ -73,7 +73,7 @@ class Case:
         settings = {"scale": 0.3, "window": 0, "softcap": 0.0, "sinks": None, **options}
         out = torch.full(query.shape, float("nan"), dtype=self.dtype, device=self.device)
         backend(1, query, key, value, out, context, **settings)
-        return list(out.split(counts))
+        return list(torch.split(out, counts))
 
     def context(self, pool: Tensor, chunks: list[tuple[int, int, int]], max_kv_len: int = 0) -> StepContext:
         """The context of a step over `chunks`."""
