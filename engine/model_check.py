@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTHS = (9, 21, 14, 17, 6)  # prompts computed side by side, each in two chunks
 _CUTS = (4, 13, 7, 1, 5)
+_TIMES = 4  # that they are beside each other in exact steps: these then have more rows than a narrow tile of a product
 _WINDOW = 5  # of sliding layers meanwhile: shorter than the prompts, so that a window that is not applied is seen
 # Largest relative difference of the logits, in the median prompt: in bfloat16, rounding sometimes makes a mixture of
 # experts choose another expert. Quantized products may round activations as coarsely in float32.
@@ -82,7 +83,7 @@ def check_exactness(model: LoadedModel, backend: AttentionBackend, block_size: i
     """Raise ConfigError unless each prompt has the same logits alone as beside the others, bit for bit."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(model.vocab_size, (length,), generator=generator) for length in _LENGTHS]
-    together = _paged_logits(model, backend, block_size, prompts)
+    together = _paged_logits(model, backend, block_size, _TIMES * prompts, cuts=_TIMES * _CUTS)
     for row, prompt in enumerate(prompts):
         alone = _paged_logits(model, backend, block_size, [prompt], cuts=(len(prompt) // 2,))
         if not torch.equal(alone[0], together[row]):

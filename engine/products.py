@@ -72,7 +72,8 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 def _is_weight(tensor: Tensor) -> bool:
     """Whether this is what a product multiplies with. Some quantizers keep their packed weights as buffers."""
-    return tensor.dim() > 1 and (isinstance(tensor, nn.Parameter) or tensor.element_size() == 1)
+    is_packed = tensor.element_size() == 1 and tensor.dtype is not torch.bool  # a mask
+    return tensor.dim() > 1 and (isinstance(tensor, nn.Parameter) or is_packed)
 
 
 def _as_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

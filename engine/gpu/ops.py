@@ -57,8 +57,8 @@ def wide_tile_agrees(num_out: int, num_in: int, dtype: torch.dtype, device: torc
     if dtype is torch.float32:
         return False
     generator = torch.Generator().manual_seed(0)
-    num_rows, num_out = 2 * WIDE_TILE.rows, min(num_out, 2 * WIDE_TILE.columns)
-    x, weight = (torch.randn(size, num_in, generator=generator).to(device, dtype) for size in (num_rows, num_out))
+    sizes = 2 * WIDE_TILE.rows, min(num_out, 2 * WIDE_TILE.columns)
+    x, weight = (torch.randn(size, num_in, generator=generator).to(device, dtype) for size in sizes)
     narrow = _multiply(x, weight, None, narrow_tile(num_out, dtype))
     return torch.equal(_multiply(x, weight, None, WIDE_TILE), narrow)
 

@@ -31,5 +31,5 @@ BlockIds = Annotated[list[BlockId], Meta(max_length=_MAX_ITEMS)]
 Checksums = Annotated[list[Annotated[bytes, Meta(max_length=64)]], Meta(max_length=_MAX_ITEMS)]
 Packed = Annotated[bytes, Meta(max_length=4 * _MAX_ITEMS)]  # numbers of 4 bytes, little-endian
 # The first token of each answer to a prompt, in the order of their request; None for one that ended with it or failed.
-FirstTokens = Annotated[tuple[Number | None, ...], Meta(max_length=1 << 17)]
+FirstTokens = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)] | None, ...], Meta(max_length=1 << 17)]
 TokenIds = Annotated[list[int], Meta(max_length=_MAX_ITEMS)]  # NOTE: the engine checks that the ids exist

@@ -70,6 +70,16 @@ def test_wide_tiles_are_used_only_where_they_give_the_same_bits(agrees: bool, mo
     assert used == [ops.WIDE_TILE if agrees else narrow, narrow]
 
 
+@pytest.mark.parametrize("num_out", [300, 8192, 8193, 100_000])
+def test_wide_tiles_are_compared_with_those_that_a_product_of_this_width_uses(
+    num_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    monkeypatch.setattr(ops, "_multiply", lambda rows, *rest: used.append(rest[-1]) or rows)
+    assert ops.wide_tile_agrees.__wrapped__(num_out, 16, torch.bfloat16, torch.device(DEVICE))
+    assert set(used) == {ops.narrow_tile(num_out, torch.bfloat16), ops.WIDE_TILE}
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "qwen3_moe", "gpt2"])
 def test_logits_of_a_model_do_not_depend_on_other_rows(family: str) -> None:
@@ -98,6 +108,17 @@ def test_a_model_whose_rows_depend_on_each_other_is_refused(
     monkeypatch.setattr(model.module.lm_head, "forward", noisy)
     with pytest.raises(ConfigError, match="exact=on cannot be kept: logits of LlamaForCausalLM depend on"):
         check_exactness(model, backend, 16)
+
+
+def test_rows_that_depend_on_more_others_than_a_narrow_tile_has_are_refused(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(EngineConfig(model=str(model_folder("llama")), device="cpu", pool_bytes=1 << 20))
+    embedding, num_rows = engine.model.module.model.embed_tokens, ops.narrow_tile(64, torch.bfloat16).rows
+    original = embedding.forward
+    monkeypatch.setattr(embedding, "forward", lambda ids: original(ids) + 1e-4 * (ids.shape[-1] > num_rows))
+    with pytest.raises(ConfigError, match="exact=on cannot be kept: logits of LlamaForCausalLM depend on"):
+        check_exactness(engine.model, engine.runner._backend, 16)
 
 
 def test_what_cannot_be_exact_is_refused_by_name(

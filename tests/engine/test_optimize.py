@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 from tandem.engine.cpu import matmul
 from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
 from tandem.engine.cpu.optimize import optimize
-from tandem.engine.products import _first
+from tandem.engine.products import _first, inexact_parts
 from tandem.engine.replacement import agrees, rotary_agrees
 from tests.support.architectures import SERVED
 
@@ -187,6 +187,10 @@ class Odd(nn.Module):
 def test_a_part_whose_products_are_not_known_is_named(caplog: pytest.LogCaptureFixture, is_packed: bool) -> None:
     optimize(nn.Sequential(nn.Linear(4, 4), Odd(is_packed=is_packed)))
     assert "products of Odd are not known" in caplog.text
+
+
+def test_a_mask_is_no_weight() -> None:
+    assert inexact_parts(optimize(make_model("gpt_bigcode", torch.float32))) == []
 
 
 class Marked(nn.Parameter):

@@ -76,6 +76,13 @@ def test_every_message_survives_the_wire(message: messages.Message) -> None:
     assert messages.decode_message(memoryview(encoded)) == message
 
 
+@pytest.mark.parametrize("token_id", [-1, 1 << 31])
+def test_a_first_token_that_a_sequence_cannot_keep_is_refused(token_id: int) -> None:
+    done = messages.HandoffDone(request_id="r", generation=1, first_token_ids=(9, token_id))
+    with pytest.raises(msgspec.ValidationError, match="first_token_ids"):
+        messages.decode_message(messages.encode_message(done))
+
+
 def test_every_message_type_has_an_example() -> None:
     assert {type(message) for message in EXAMPLES} == set(typing.get_args(messages.Message))
 
