@@ -60,6 +60,7 @@ _WORDS = [
     "group",
 ]
 POOL = "--pool-bytes=1000000000"  # taken at the start: the first use of memory would be measured as time of prefill
+_SETUPS = {setup.name: setup for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)}
 _FLOORS = {COLOCATED.name: ("vLLM colocated", 0.8), ONE_PAIR.name: ("vLLM 1P1D", 1.0)}
 
 
@@ -71,9 +72,11 @@ def main() -> int:
     parser.option("--output-tokens", 64)
     parser.option("--prefill-tokens", [512, 2048, 4000, 8000], quick=[512, 2048])
     parser.option("--prefill-requests", 8, quick=2)
+    parser.option("--setups", list(_SETUPS), "of ours", choices=_SETUPS)
     parser.option("--vllm-python", "", vllm.HELP)
     settings = parser.settings()
-    ours = [serving(setup, settings.model, POOL, "--speculate=off") for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
+    setups = [_SETUPS[name] for name in settings.setups]
+    ours = [serving(setup, settings.model, POOL, "--speculate=off") for setup in setups]
     servers = [*ours, *vllm.others(settings)]
     results = measure_each(servers, partial(measure, settings=settings))
     title = f"{settings.input_tokens} tokens in, {settings.output_tokens} out, closed loop"
