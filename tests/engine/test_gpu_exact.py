@@ -110,15 +110,18 @@ def test_a_model_whose_rows_depend_on_each_other_is_refused(
         check_exactness(model, backend, 16)
 
 
-def test_rows_that_depend_on_more_others_than_a_narrow_tile_has_are_refused(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("differs", [lambda num_rows: num_rows == 1, lambda num_rows: num_rows > 64])
+def test_steps_of_one_row_and_of_wide_tiles_are_checked_on_any_device(
+    differs: Callable[[int], bool], model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(EngineConfig(model=str(model_folder("llama")), device="cpu", pool_bytes=1 << 20))
-    embedding, num_rows = engine.model.module.model.embed_tokens, ops.narrow_tile(64, torch.bfloat16).rows
-    original = embedding.forward
-    monkeypatch.setattr(embedding, "forward", lambda ids: original(ids) + 1e-4 * (ids.shape[-1] > num_rows))
+    original = nn.functional.embedding
+    monkeypatch.setattr(
+        nn.functional, "embedding", lambda ids, *rest: original(ids, *rest) + 1e-4 * differs(ids.shape[-1])
+    )
+    config: Any = {"model": str(model_folder("llama")), "device": "cpu", "pool_bytes": 1 << 20}
+    Engine(EngineConfig(**config))
     with pytest.raises(ConfigError, match="exact=on cannot be kept: logits of LlamaForCausalLM depend on"):
-        check_exactness(engine.model, engine.runner._backend, 16)
+        Engine(EngineConfig(**config, exact="on"))
 
 
 def test_what_cannot_be_exact_is_refused_by_name(
