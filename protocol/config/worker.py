@@ -117,8 +117,8 @@ class EngineConfig:
     exact: Annotated[
         Literal["off", "on"],
         Setting(
-            "on = a token's bits depend neither on what else is computed nor on which worker does it, as always on "
-            "CPUs; steps of a GPU take longer.",
+            "on = a token's bits depend neither on what else is computed nor on which worker does it, or the model is "
+            "refused. CPUs compute so anyway, GPUs then take longer.",
             ENGINE,
         ),
     ] = "off"
