@@ -111,6 +111,7 @@ def _run_apart(name: str, settings: argparse.Namespace) -> list[Row]:
 def _send_rows(connection: Connection, name: str, settings: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     end_whole()  # if it takes too long, what it started is stopped
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the parent, which ends this process
     with torch.inference_mode():
         connection.send(list(_CHECKS[name](settings)))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it may come while this process ends
