@@ -108,6 +108,7 @@ def _proxy(prefill_url: str, decode_url: str) -> FastAPI:
         return (await decode.post("/tokenize", content=await request.body(), headers=_headers())).json()
 
     @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
     async def generate(request: Request) -> Response:
         body, path, headers = await request.json(), request.url.path, _headers()
         first = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": _REMOTE_DECODE}
