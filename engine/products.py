@@ -9,7 +9,7 @@ random probe.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,16 @@ from transformers.pytorch_utils import Conv1D
 from tandem.engine.replacement import (
     PROBE_ERRORS,
     Kernels,
+    MakeProduct,
     agrees,
     is_plain,
     is_plain_weight,
-    merge_siblings,
     random_like,
-    replace_gated_mlp,
-    replace_norm,
-    replace_rotary,
+    replace_parts,
 )
 
-MakeLayer: TypeAlias = Callable[[list[nn.Linear]], Any]  # a module that is a `Product` of these linear layers
 
-
-def replace_products(model: nn.Module, kernels: Kernels, make: MakeLayer, make_small: MakeLayer) -> None:
+def replace_products(model: nn.Module, kernels: Kernels, make: MakeProduct, make_small: MakeProduct) -> None:
     """Replace known parts in place; inference mode.
 
     `make_small` makes those products where a small difference changes a choice: the one that gives logits, and routers
@@ -39,10 +35,7 @@ def replace_products(model: nn.Module, kernels: Kernels, make: MakeLayer, make_s
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in list(model.modules()):
-        replace_gated_mlp(module, kernels, make)
-        merge_siblings(module, make)
-        replace_norm(module, kernels)
-        replace_rotary(module, kernels)
+        replace_parts(module, kernels, make)
         _replace_experts(module, make)
         _replace_router(module, make_small)
     for module in list(model.modules()):
@@ -84,14 +77,16 @@ def _as_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     return linear
 
 
-def _replace_experts(module: nn.Module, make: MakeLayer) -> None:
+def _replace_experts(module: nn.Module, make: MakeProduct) -> None:
     """Multiply expert by expert: a row of a grouped product depends on the number of rows."""
     gate_up, down = _weights_of_experts(module, "gate_up_proj"), _weights_of_experts(module, "down_proj")
     apply_gate: Callable[[Tensor], Tensor] | None = getattr(module, "_apply_gate", None)
     if gate_up is None or down is None or apply_gate is None:
         return
     linears = [(_as_linear(up), _as_linear(low)) for up, low in zip(gate_up, down, strict=True)]
-    experts: list[tuple[nn.Module, nn.Module]] = [*linears]  # ours once they are known to fit
+    experts: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+        *linears
+    ]  # ours once they are known to fit
 
     def forward(x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """x [T, D], chosen [T, k] of the experts, shares [T, k] -> [T, D]"""
@@ -121,7 +116,7 @@ def _weights_of_experts(module: nn.Module, name: str) -> Tensor | None:
     return weight if is_plain_weight(weight) and weight.dim() == 3 else None
 
 
-def _replace_router(module: nn.Module, make: MakeLayer) -> None:
+def _replace_router(module: nn.Module, make: MakeProduct) -> None:
     """Take over a weight that the module itself passes to `F.linear`, as routers of experts do."""
     weight = getattr(module, "weight", None)
     is_known = type(module) in (nn.Linear, Conv1D) or isinstance(module, nn.Embedding)
@@ -149,7 +144,7 @@ class _WeightOfProduct:
     `F.linear` calls `__torch_function__` of any argument that has it, tensor or not.
     """
 
-    def __init__(self, make: MakeLayer, *weights: Tensor) -> None:
+    def __init__(self, make: MakeProduct, *weights: Tensor) -> None:
         """The same weight in each dtype that inputs may have."""
         by_dtype = {weight.dtype: weight for weight in weights}
         self._products = {dtype: make([_as_linear(weight)]) for dtype, weight in by_dtype.items()}

@@ -46,6 +46,14 @@ class _Separate:
         return torch.cat([linear(x) for linear in self._linears], dim=-1)
 
 
+def replace_parts(module: nn.Module, kernels: Kernels, make: MakeProduct) -> None:
+    """Replace what is known of one module, in place."""
+    replace_gated_mlp(module, kernels, make)
+    merge_siblings(module, make)
+    replace_norm(module, kernels)
+    replace_rotary(module, kernels)
+
+
 def merge_siblings(module: nn.Module, make: MakeProduct) -> None:
     """Let linear layers over one input be one product."""
     for names in _SIBLINGS:

@@ -17,7 +17,7 @@ _BLOCK = 1024  # columns of one program, of a gated MLP
 _ROTATED = 1024  # elements of one program's heads, half of each
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """Shape of the work of one program of a product."""
 
     rows: int
@@ -27,15 +27,15 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-WIDE_TILE = Tile(128, 128, 64, 8, 3)
+WIDE_TILE = ProductTile(128, 128, 64, 8, 3)
 _FEW_ROWS = 64  # of one tile: up to this many, reading the weight is what takes time
 
 
-def narrow_tile(out_features: int, dtype: torch.dtype) -> Tile:
+def narrow_tile(out_features: int, dtype: torch.dtype) -> ProductTile:
     """The tile for few rows: the same for all numbers of rows and GPUs. Few columns, so that all processors read."""
     if dtype is torch.float32:
-        return Tile(32, 32, 32, 4, 2)
-    return Tile(_FEW_ROWS, 32 if out_features <= 8192 else 64, 64, 4, 4)
+        return ProductTile(32, 32, 32, 4, 2)
+    return ProductTile(_FEW_ROWS, 32 if out_features <= 8192 else 64, 64, 4, 4)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,7 +63,7 @@ def wide_tile_agrees(num_out: int, num_in: int, dtype: torch.dtype, device: torc
     return torch.equal(_multiply(x, weight, None, WIDE_TILE), narrow)
 
 
-def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tile: ProductTile) -> Tensor:
     num_out, num_in = weight.shape
     out = torch.empty(rows.shape[0], num_out, dtype=rows.dtype, device=rows.device)
     grid = (-(-rows.shape[0] // tile.rows), -(-num_out // tile.columns))

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engine.gpu.ops import KERNELS, WIDE_TILE, multiply
-from tandem.engine.parts import Product
 from tandem.engine.products import replace_products
-from tandem.engine.replacement import merge_siblings, replace_gated_mlp, replace_norm, replace_rotary
+from tandem.engine.replacement import replace_parts
 
 
 class JoinedLinear(nn.Module):
@@ -55,14 +54,10 @@ def _joined(parameters: Sequence[Tensor]) -> nn.Parameter:
 
 def optimize(model: nn.Module, *, is_exact: bool = False) -> nn.Module:
     """Replace known parts in place and return the model. With `is_exact` these are all products: see `products.py`."""
-    make: type[Product] = JoinedLinear
     with torch.inference_mode():
         if is_exact:
             replace_products(model, KERNELS, ExactLinear, ExactLinear)
             return model
         for module in list(model.modules()):
-            replace_gated_mlp(module, KERNELS, make)
-            merge_siblings(module, make)
-            replace_norm(module, KERNELS)
-            replace_rotary(module, KERNELS)
+            replace_parts(module, KERNELS, JoinedLinear)
     return model

@@ -167,8 +167,9 @@ class EngineConfig:
     speculate: Annotated[
         str,
         Setting(
-            "Draft next tokens from existing text, and check many in one step, on CPUs; answers stay the "
-            "same. auto = where measurements show that it pays; off = none; a number = always up to this many tokens.",
+            "Draft next tokens from existing text, and check many in one step, on CPUs and where exact=on; answers "
+            "stay the same. auto = where measurements show that it pays; off = none; a number = always up to this many "
+            "tokens.",
             ENGINE,
             is_valid=_is_speculation,
             rule="auto, off, or a number of tokens from 1 to 64",

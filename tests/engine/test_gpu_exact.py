@@ -36,11 +36,8 @@ def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def test_a_row_of_a_product_is_the_same_among_any_others(
     num_in: int, num_out: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    x, weight, bias = (
-        noise(150, num_in, dtype=dtype),
-        noise(num_out, num_in, dtype=dtype, seed=1),
-        noise(num_out, dtype=dtype),
-    )
+    x, weight = noise(150, num_in, dtype=dtype), noise(num_out, num_in, dtype=dtype, seed=1)
+    bias = noise(num_out, dtype=dtype)
     whole = ops.multiply(x[None], weight, bias)
     expected = nn.functional.linear(x.float(), weight.float(), bias.float())
     torch.testing.assert_close(whole[0].float(), expected, atol=tolerance * num_in**0.5, rtol=tolerance)
