@@ -32,6 +32,7 @@ import pytest
 
 from tests.support.hostile_check import check_hostile_inputs
 from tests.support.server import HTTP, REPOSITORY, Server, started
+from tests.support.tiny_llama import save_tiny_text_model
 from tests.support.waiting import until
 from tests.support.wheel import built_wheel, folder_of_our_names, installed_command
 
@@ -42,8 +43,16 @@ WORKER_TIMEOUT_S = 6.0
 
 
 @pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with twelve layers: a worker must still compute an answer when a test ends it, also if the client lags."""
+    return save_tiny_text_model(tmp_path_factory.mktemp("model") / "tiny", num_layers=12)
+
+
+@pytest.fixture(scope="module")
 def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--no-local-prefill", "--worker-timeout-s", str(WORKER_TIMEOUT_S), "--max-restarts", "9", *POOL)
+    """Without drafts, which repeat an answer that was given before within milliseconds."""
+    flags = ("--no-local-prefill", "--worker-timeout-s", str(WORKER_TIMEOUT_S), "--max-restarts", "9")
+    flags += ("--speculate", "off", *POOL)
     with started(text_model, tmp_path_factory.mktemp("log"), *flags) as server:
         yield server.wait_ready()
 
