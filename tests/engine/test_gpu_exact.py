@@ -137,6 +137,7 @@ def test_what_cannot_be_exact_is_refused_by_name(
 
 
 @pytest.mark.cluster  # much to interpret
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(DEVICE != "cpu", reason="`make gpu-check` has it")
 def test_tokens_of_an_engine_depend_on_nothing_beside_them(
     build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
