@@ -47,8 +47,8 @@ _ULP, _MOST_ROUNDING = 2**-8, 0.5
 def make_checked_backend(model: LoadedModel, config: EngineConfig) -> tuple[LoadedModel, AttentionBackend]:
     """The model's attention backend, compared with plain attention, alone and in the model.
 
-    The model is returned as one that is not exact if its rows turn out to depend on each other, which `exact=on` refuses
-    by ConfigError.
+    The model is returned as one that is not exact if its rows turn out to depend on each other. Raises ConfigError if
+    the model cannot be served, or not with `exact=on`.
     """
     device = read_device(model.device)
     is_exact = config.exact == "on"
@@ -59,7 +59,7 @@ def make_checked_backend(model: LoadedModel, config: EngineConfig) -> tuple[Load
     check_attention(model, backend, config.block_size)
     check_model(model, backend, config.block_size)
     if model.is_exact and not has_independent_rows(model, backend, config.block_size):
-        words = f"logits of {_name(model)} in {str(model.dtype).removeprefix('torch.')} depend on the other rows of a step"
+        words = f"logits of {_name(model)} in {model.dtype} depend on the other rows of a step"
         if is_exact:
             raise ConfigError(f"exact=on cannot be kept: {words}; leave it off")
         logger.warning("%s, so last bits may differ between batches and workers, and nothing is drafted", words)

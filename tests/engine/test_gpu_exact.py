@@ -119,8 +119,8 @@ def test_steps_of_one_row_and_of_wide_tiles_are_checked_on_any_device(
     )
     config: Any = {"model": str(model_folder("llama")), "device": "cpu", "pool_bytes": 1 << 20}
     assert Engine(EngineConfig(**config)).speculator is None
-    assert "logits of LlamaForCausalLM in float32 depend on the other rows of a step, so last bits" in caplog.text
-    with pytest.raises(ConfigError, match="exact=on cannot be kept: logits of LlamaForCausalLM in float32 depend on"):
+    assert "logits of LlamaForCausalLM in torch.float32 depend on the other rows of a step, so last bits" in caplog.text
+    with pytest.raises(ConfigError, match=r"exact=on cannot be kept: logits of LlamaForCausalLM in torch\.float32"):
         Engine(EngineConfig(**config, exact="on"))
 
 
