@@ -120,6 +120,9 @@ class Transport(abc.ABC):
 
     num_dropped = 0  # notifications that `poll` did not return: damaged, missing, or from an unknown sender
 
+    waker: Any = None
+    """What `zmq.Poller` may wait for: it is readable when `poll` has something to do. None: only polling tells."""
+
     @abc.abstractmethod
     def local_metadata(self) -> bytes:
         """What a peer needs to write here, for `PeerHello.transport_metadata`. Only transports can read it."""

@@ -29,7 +29,7 @@ class _Chat:
 
 
 class UsedPools:
-    """Chats of 500 to 3,000 tokens and their next turns, `num_seqs` of them decoding at a time."""
+    """Chats and their next turns, `num_seqs` of them decoding at a time. `prompt_tokens` are the lengths."""
 
     def __init__(
         self,
@@ -37,12 +37,13 @@ class UsedPools:
         *,
         num_blocks: int = 1024,
         num_seqs: int = 4,
+        prompt_tokens: range = range(500, 3000),
         answer_tokens: int = 60,
         seed: int = 0,
     ) -> None:
         self.sender, self.receiver = make_pool(num_blocks), make_pool(num_blocks)
         self._rng = random.Random(seed)
-        self._num_seqs, self._answer_tokens = num_seqs, answer_tokens
+        self._num_seqs, self._answer_tokens, self._prompt_tokens = num_seqs, answer_tokens, prompt_tokens
         self._decoding: list[_Chat] = []
         self._ended: list[_Chat] = []
         self._names = itertools.count()
@@ -52,12 +53,15 @@ class UsedPools:
         while True:
             while len(self._decoding) >= self._num_seqs:
                 self._decode()
-            if self._ended and self._rng.random() < 0.3:
-                chat = self._ended.pop(self._rng.randrange(len(self._ended)))
-                chat.num_tokens += self._rng.randint(20, 400)
-            else:
-                chat = _Chat(next(self._names), self._rng.randint(500, 3000))
+            chat = self._next_turn() or _Chat(next(self._names), self._rng.choice(self._prompt_tokens))
             yield self._hand_over(chat)
+
+    def _next_turn(self) -> _Chat | None:
+        if not self._ended or self._rng.random() > 0.3:
+            return None
+        chat = self._ended.pop(self._rng.randrange(len(self._ended)))
+        chat.num_tokens += self._rng.randint(20, 400)
+        return chat if chat.num_tokens in self._prompt_tokens else None
 
     def _hand_over(self, chat: _Chat) -> tuple[list[int], list[int]]:
         local, _ = self._take(self.sender, chat)
