@@ -41,10 +41,19 @@ from tests.support.used_pools import UsedPools
 
 _TIMEOUT_S = 60.0
 _WARM_UP_ROUNDS = 3
-_NUM_EARLIER = 200  # handoffs after which all blocks of the pools have been evicted several times
+_NUM_COUNTED = 100
+_NUM_EARLIER = 600  # handoffs after which all blocks of the pools have been evicted several times
 _REST_S = 0.02  # a busy system gives less time to processes that have just computed
 
 
+_CHATS: dict[str, Any] = {"num_blocks": 4096, "num_seqs": 16, "prompt_tokens": range(500, 3000), "answer_tokens": 200}
+_LONG: dict[str, Any] = {"num_seqs": 3, "prompt_tokens": range(8000, 14000)}
+_USES = {
+    "16 chats": _CHATS,
+    "16 chats, answers of 30": _CHATS | {"answer_tokens": 30},
+    "3 long prompts": _CHATS | _LONG,
+    "16 chats, never full": _CHATS | {"num_blocks": 200_000},
+}
 WITH_PORT = "nixl-port"  # NIXL as between machines and on GPUs
 
 
@@ -68,7 +77,25 @@ def main() -> None:
         rows = [row for name in settings.transports for row in measure(name, folder, settings)]
     title = f"{settings.megabytes} MiB in blocks of {settings.block_kib} KiB between two processes"
     print_rows(title, rows, f"medians of {settings.rounds} rounds")
-    write_result("transfer", settings, rows)
+    handoffs = _handoff_rows(settings)
+    print_rows(f"Descriptors of a handoff, {_NUM_COUNTED} prompts after {_NUM_EARLIER}", handoffs, "means")
+    write_result("transfer", settings, {"transfers": rows, "handoffs": handoffs})
+
+
+def _handoff_rows(settings: argparse.Namespace) -> list[dict[str, Any]]:
+    """How many descriptors a prompt takes between two pools that have been in use for a while."""
+    rows = []
+    for name, use in _USES.items():
+        pools = UsedPools(BlockPool, **use, seed=settings.seed)
+        pairs = list(itertools.islice(pools.handoffs(), _NUM_EARLIER, _NUM_EARLIER + _NUM_COUNTED))
+        runs = {
+            "descriptors": [block_runs(*pair) for pair in pairs],
+            "runs at the sender": [block_runs(local, local) for local, _ in pairs],
+            "at the receiver": [block_runs(remote, remote) for _, remote in pairs],
+        }
+        means = {what: statistics.mean(map(len, counted)) for what, counted in runs.items()}
+        rows.append({"pools": name, "blocks": statistics.mean(len(local) for local, _ in pairs), **means})
+    return rows
 
 
 def measure(name: str, folder: str, settings: argparse.Namespace) -> list[dict[str, Any]]:

@@ -114,8 +114,8 @@ class Transport(abc.ABC):
 
     No method waits for a peer. All calls come from one thread, which the owner chooses.
 
-    Both sides of a link must `poll` often: a transfer may need the peer's polls to complete, and the sender's poll
-    may have to send its notification. An idle poll costs a few microseconds.
+    Both sides of a link must `poll` often, and whenever `waker` says so: a transfer may need the peer's polls to
+    complete, and the sender's poll may have to send its notification. An idle poll costs a few microseconds.
     """
 
     num_dropped = 0  # notifications that `poll` did not return: damaged, missing, or from an unknown sender

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.block_pool import BlockPool
@@ -67,7 +67,6 @@ calls = st.tuples(
 
 
 @given(st.lists(calls, max_size=60))
-@settings(max_examples=300, deadline=None)
 def test_what_is_cached_and_evicted_and_when_does_not_depend_on_the_order_of_blocks(
     made: list[tuple[str, int, int]],
 ) -> None:
@@ -107,11 +106,11 @@ def num_descriptors(pools: UsedPools) -> tuple[int, int]:
 
 
 def test_a_handoff_between_used_pools_has_few_descriptors() -> None:
-    num_blocks, num_runs = num_descriptors(UsedPools(BlockPool))
-    same_blocks, num_unordered = num_descriptors(UsedPools(UnorderedPool))
+    num_blocks, num_runs = num_descriptors(UsedPools(BlockPool, answer_tokens=20))
+    same_blocks, num_unordered = num_descriptors(UsedPools(UnorderedPool, answer_tokens=20))
     assert num_blocks == same_blocks, "the same prefixes are cached"
     assert num_unordered > 0.7 * num_blocks
-    assert num_runs < 0.5 * num_unordered
+    assert num_runs < 0.4 * num_unordered
 
 
 def test_a_pool_without_two_free_neighbours_still_hands_out_all_it_has() -> None:

@@ -76,8 +76,9 @@ class UsedPools:
         num_full, rest = divmod(chat.num_tokens, _BLOCK_SIZE)
         digests = chat.digests(num_full)
         cached = pool.acquire_cached(digests)
-        fresh = pool.try_allocate(num_full + bool(rest) - len(cached))
-        assert fresh is not None, "the pool is too small for what is decoded at a time"
+        while (fresh := pool.try_allocate(num_full + bool(rest) - len(cached))) is None:
+            assert self._decoding, "the pool is too small for one prompt"
+            self._decode()
         pool.publish_chain([*cached, *fresh][:num_full], digests, 0)
         return [*cached, *fresh], len(cached)
 
