@@ -8,6 +8,7 @@ prompt is computed again here. It continues from the first token that the sender
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ class DecodeRole:
         self._fenced_at: dict[int, float] = {}  # by generation, when a lease was first seen to be fenced
         self._dead: set[WorkerEpoch] = set()  # requests may still name them
         self.num_recomputed = 0
+        self.last_begun = -math.inf  # when a peer said last that it began to write here
 
     @property
     def num_open(self) -> int:

@@ -143,12 +143,16 @@ class BlockPool:
         return self._ref_count[block] > 1
 
     def try_allocate(self, num_blocks: int) -> list[int] | None:
-        """`num_blocks` private blocks with one reference each; None, and no change, if there is no room."""
+        """`num_blocks` private blocks with one reference each; None, and no change, if there is no room.
+
+        They come in ascending order, so that blocks which are neighbours in memory are neighbours in the sequence:
+        one descriptor moves those to a peer that does the same.
+        """
         if num_blocks > self.num_available:
             return None
         if num_blocks <= _FEW:
-            return [self._take() for _ in range(num_blocks)]
-        return self._take_run(num_blocks).tolist()  # type: ignore[no-any-return]
+            return sorted(self._take() for _ in range(num_blocks))
+        return np.sort(self._take_run(num_blocks)).tolist()  # type: ignore[no-any-return]
 
     def publish(self, block: int, digest: bytes, parent: bytes | None = None) -> None:
         """Make a full, computed block findable. If another block caches the same content, this copy stays private.

@@ -14,7 +14,7 @@ from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
 from tandem.kv_transfer.transport.checksum import append_checksum, block_checksums
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
-from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, WorkerEpoch, encode_message
+from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, WorkerEpoch, WriteBegun, encode_message
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class BlockWrites:
     def __init__(self, engine: Engine, transport: Transport, links: PeerLinks, config: TransferConfig) -> None:
         self.totals: dict[str, LinkTotals] = {}  # by receiver
         self.paces: dict[str, RecentPace] = {}  # by receiver
+        self.last_begun = -math.inf  # when a write began last that ends only with polls
         self._engine = engine
         self._transport = transport
         self._links = links
@@ -119,6 +120,9 @@ class BlockWrites:
                 self._links.broke(write.receiver)
             return False
         self._in_flight.append(_Flight(write, transfer, now + self._config.handoff_timeout_s))
+        if self._transport.waker is None:
+            self.last_begun = now
+            self._links.send(write.receiver, WriteBegun(sender=self._links.me))
         return True
 
     def take_settled(self) -> list[SettledWrite]:

@@ -18,6 +18,7 @@ from tandem.protocol.messages import (
     Message,
     PeerHello,
     PeerRefused,
+    WriteBegun,
 )
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class HandoffMessages:
                 self._prefill.revoked(message)
             case LeaseClosed():
                 self._decode.closed(message)
+            case WriteBegun():
+                self._decode.last_begun = now
             case PeerHello():
                 self.link_changed(self._links.hello(message), now)
             case PeerRefused():

@@ -22,14 +22,18 @@ from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import WorkerError, WorkerLost
 from tandem.protocol.fault_boundary import outcome_of, undone_on_error
-from tandem.protocol.messages import PeerAddress, Role, WorkerCard
+from tandem.protocol.messages import Message, PeerAddress, Role, WorkerCard
 from tandem.worker.assembly import assemble
 from tandem.worker.dispatch import MessageDispatcher
 from tandem.worker.reporter import StatusReporter
 from tandem.worker.status import WorkerStatus
 
 _IDLE_POLL_MS = 200
-_TRANSFER_POLL_MS = 1  # NIXL has no file descriptor to wait on
+_TRANSFER_POLL_MS = 1
+# NIXL with a port of UCX wakes nobody, and a write ends only after several polls of both sides. So both poll this often
+# when one has begun. A poll takes 40 us, so for longer it would cost half a core.
+_QUICK_POLL_S = 1e-4
+_QUICK_FOR_S = 0.01
 _LINK_EXPIRY_S = 1.0
 
 T = TypeVar("T")
@@ -51,6 +55,8 @@ class Worker:
         self._next_link_expiry = 0.0
         self._is_waiting = False  # whether there is work but no room for it, or the device has enough for now
         self._notifications: list[Notification] = []  # polled, but not acted upon yet
+        if self.parts.transport.waker is not None:
+            self.parts.sockets.watch(self.parts.transport.waker)
 
     @property
     def address(self) -> PeerAddress:
@@ -165,7 +171,7 @@ class Worker:
         # NOTE: two clock readings. Everything that came before `began` is read below, so a deadline is missed only if
         # it lies before `began`. Everything that is read was sent before `now`, so granted time counts from `now`.
         began = self.reporter.turned = time.monotonic()
-        messages = parts.sockets.receive(self._poll_ms())
+        messages = self._receive()
         now = time.monotonic()
         for identity, message in messages:
             self._dispatcher.take(identity, message, now)
@@ -199,7 +205,24 @@ class Worker:
             stack.callback(self.parts.heartbeats.close)
             stack.callback(self.parts.long_prompts.close)
 
+    def _receive(self) -> list[tuple[bytes, Message]]:
+        """The messages that are here, after a wait for them or for the transport."""
+        wait_ms = self._poll_ms()
+        if wait_ms and self._is_writing:
+            time.sleep(_QUICK_POLL_S)
+            wait_ms = 0
+        return self.parts.sockets.receive(wait_ms)
+
+    @property
+    def _is_writing(self) -> bool:
+        """Whether a write has just begun, here or at a peer, whose end only polls will show."""
+        parts = self.parts
+        begun = max(parts.prefill.writes.last_begun, parts.decode.last_begun)
+        return parts.transport.waker is None and time.monotonic() < begun + _QUICK_FOR_S
+
     def _poll_ms(self) -> int:
+        if self._notifications:
+            return 0
         if self.parts.engine.has_work:
             return _TRANSFER_POLL_MS if self._is_waiting else 0
         is_moving = self._is_transferring or self.parts.cache.is_busy

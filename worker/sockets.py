@@ -92,6 +92,10 @@ class WorkerSockets:
         for socket in (self._router, self._wake):
             self._poller.register(socket, PollEvent.POLLIN)
 
+    def watch(self, waker: Any) -> None:
+        """End `receive` early whenever this socket or file is readable."""
+        self._poller.register(waker, PollEvent.POLLIN)
+
     def wake(self) -> None:
         """End the present or the next `receive` early. This is the only method that other threads may call."""
         with self._wake_lock:

@@ -114,11 +114,14 @@ class Transport(abc.ABC):
 
     No method waits for a peer. All calls come from one thread, which the owner chooses.
 
-    Both sides of a link must `poll` often: a transfer may need the peer's polls to complete, and the sender's poll
-    may have to send its notification. An idle poll costs a few microseconds.
+    Both sides of a link must `poll` often, and whenever `waker` says so: a transfer may need the peer's polls to
+    complete, and the sender's poll may have to send its notification. An idle poll costs a few microseconds.
     """
 
     num_dropped = 0  # notifications that `poll` did not return: damaged, missing, or from an unknown sender
+
+    waker: Any = None
+    """What `zmq.Poller` may wait for: it is readable when `poll` has something to do. None: only polling tells."""
 
     @abc.abstractmethod
     def local_metadata(self) -> bytes:

@@ -35,6 +35,7 @@ from tandem.kv_transfer.transport.pair import PairChannel
 from tandem.kv_transfer.transport.pair_link import IncomingLink, LinkAdmission, LinkHello, OutgoingLink, PairLink
 from tandem.kv_transfer.transport.shards import num_pieces, shards_of
 from tandem.kv_transfer.transport.stream import MessageStream, connect, listen
+from tandem.kv_transfer.transport.waker import Waker
 from tandem.protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,11 @@ class CollectiveTransport(Transport):
         self._listener = listen(host)
         self._opened: dict[str, OutgoingLink] = {}
         self._accepted: list[IncomingLink] = []
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._copied = Waker()  # set by the threads of the links
+        self._selector = selectors.EpollSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._copied, selectors.EVENT_READ, self._copied.clear)
+        self.waker = self._selector
         self._num_opened = 0
         self._is_closed = False
 
@@ -114,7 +118,7 @@ class CollectiveTransport(Transport):
         self._num_opened += 1
         link = OutgoingLink(
             stream,
-            PairChannel(0, self._shards, self._host, self._copy_timeout_s),
+            self._make_channel(0),
             LinkHello(theirs.secret, self._worker_id, self._epoch, self._num_opened, pieces),
             name=f"{worker_id} epoch {epoch}",
             epoch=epoch,
@@ -122,7 +126,7 @@ class CollectiveTransport(Transport):
             timeout_s=self._set_up_timeout_s,
         )
         self._opened[worker_id] = link
-        self._selector.register(stream, selectors.EVENT_READ, link)
+        self._watch(link)
         self._run(link, link.drive)
         if link.is_closed:
             raise PeerLost(f"{worker_id} epoch {epoch} is gone")
@@ -143,10 +147,7 @@ class CollectiveTransport(Transport):
         if self._is_closed:
             return []
         for key, _ in self._selector.select(0):
-            if key.data is None:
-                self._accept()
-            else:
-                self._run(key.data, key.data.receive)
+            key.data()
         for opened in self._opened.values():
             self._run(opened, opened.drive)
         arrived: list[Notification] = []
@@ -167,6 +168,7 @@ class CollectiveTransport(Transport):
         self._opened.clear()
         self._selector.close()
         self._listener.close()
+        self._copied.close()
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         for link in links:
             link.channel.join(max(0.0, deadline - time.monotonic()))
@@ -196,9 +198,15 @@ class CollectiveTransport(Transport):
             return
         stream = MessageStream(connection)
         admission = LinkAdmission(self._secret, self._hello_timeout_s, self._replace_links)
-        link = IncomingLink(stream, PairChannel(1, self._shards, self._host, self._copy_timeout_s), admission)
+        link = IncomingLink(stream, self._make_channel(1), admission)
         self._accepted.append(link)
-        self._selector.register(stream, selectors.EVENT_READ, link)
+        self._watch(link)
+
+    def _make_channel(self, rank: int) -> PairChannel:
+        return PairChannel(rank, self._shards, self._host, self._copy_timeout_s, self._copied.set)
+
+    def _watch(self, link: PairLink) -> None:
+        self._selector.register(link.stream, selectors.EVENT_READ, lambda: self._run(link, link.receive))
 
     def _replace_links(self, hello: LinkHello) -> None:
         """Close the earlier links of this opener. Raises `TransferError` if this one is not its latest."""

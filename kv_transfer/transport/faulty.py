@@ -66,6 +66,7 @@ class FaultyTransport(Transport):
         self.rates = rates
         self.injected: Counter[str] = Counter() if injected is None else injected
         self._inner = inner
+        self.waker = inner.waker
         self._pool = pool
         self._block_bytes = pool_shape([pool]).block_bytes
         self._source = source

@@ -27,6 +27,7 @@ from tandem.kv_transfer.transport.base import (
     pool_shape,
 )
 from tandem.kv_transfer.transport.shards import byte_pieces, num_pieces, piece_ids, shards_of
+from tandem.kv_transfer.transport.waker import Waker
 from tandem.protocol.errors import PeerLost
 
 
@@ -80,7 +81,7 @@ class InProcessHub:
             _copy_blocks(write)
             if write.notification:
                 sender = write.sender
-                write.receiver.arrived.append(Notification(sender.worker_id, sender.epoch, write.notification))
+                write.receiver.deliver(Notification(sender.worker_id, sender.epoch, write.notification))
             write.transfer.settle(TransferState.DONE)
 
 
@@ -107,7 +108,13 @@ class InProcessTransport(Transport):
         self._hub = hub
         self._peers: dict[str, InProcessTransport] = {}
         self._is_closed = False
+        self.waker = self._arrival = Waker()
         hub.attach(self)
+
+    def deliver(self, notification: Notification) -> None:
+        """Called by the hub, in any thread."""
+        self.arrived.append(notification)
+        self._arrival.set()
 
     @override
     def local_metadata(self) -> bytes:
@@ -138,6 +145,7 @@ class InProcessTransport(Transport):
     @override
     def poll(self) -> list[Notification]:
         arrived: list[Notification] = []
+        self._arrival.clear()
         while self.arrived:  # popleft is atomic, so senders on other threads need no lock here
             arrived.append(self.arrived.popleft())
         return arrived
@@ -150,6 +158,7 @@ class InProcessTransport(Transport):
         self._hub.detach(self)
         self._peers.clear()
         self.arrived.clear()
+        self._arrival.close()
 
     @override
     def _copy(self, request: TransferRequest) -> Transfer:

@@ -139,6 +139,7 @@ class NixlTransport(Transport):
         name = agent_name(worker_id, epoch)
         self._agent = make_agent(name, shards, self._shape, opens_port=not has_mailbox, host=host)
         self._mailbox = Mailbox(mailbox, name) if has_mailbox else None
+        self.waker = self._mailbox.socket if self._mailbox is not None else None
 
     @override
     def local_metadata(self) -> bytes:

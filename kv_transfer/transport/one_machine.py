@@ -65,10 +65,10 @@ class Mailbox:
         """`endpoint` is `ipc://` and the path of a new file in a folder that only this user may enter."""
         self._agent_name = agent_name
         self._context = zmq.Context()
-        self._socket = self._context.socket(SocketType.PULL)
-        self._socket.setsockopt(SocketOption.MAXMSGSIZE, _MAX_NOTIFICATION)
-        self._socket.setsockopt(SocketOption.RCVHWM, _MAX_QUEUED)
-        self._socket.bind(endpoint)
+        self.socket = self._context.socket(SocketType.PULL)  # readable when there are messages to take
+        self.socket.setsockopt(SocketOption.MAXMSGSIZE, _MAX_NOTIFICATION)
+        self.socket.setsockopt(SocketOption.RCVHWM, _MAX_QUEUED)
+        self.socket.bind(endpoint)
         self.address = MailboxAddress(endpoint, own_process())
 
     def open(self, theirs: MailboxAddress) -> MailboxSender:
@@ -91,9 +91,9 @@ class Mailbox:
         """The messages that arrived, oldest first, by the name of the sending agent."""
         arrived: dict[str, list[bytes]] = {}
         for _ in range(_MAX_PER_POLL):
-            if not int(self._socket.get(SocketOption.EVENTS)) & PollEvent.POLLIN:
+            if not int(self.socket.get(SocketOption.EVENTS)) & PollEvent.POLLIN:
                 break
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            frames = self.socket.recv_multipart(zmq.NOBLOCK)
             if len(frames) == 2:
                 arrived.setdefault(frames[0].decode(errors="replace"), []).append(frames[1])
         return arrived

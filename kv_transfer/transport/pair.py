@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -56,9 +56,15 @@ class PairChannel:
     The ranks find each other through `store`; the owner copies its entries to the store of the other side.
     """
 
-    def __init__(self, rank: int, shards: Sequence[Tensor], host: str, timeout_s: float) -> None:
-        """`timeout_s` bounds the wait for a live peer that does not take part. The connection reveals a dead peer."""
+    def __init__(
+        self, rank: int, shards: Sequence[Tensor], host: str, timeout_s: float, on_change: Callable[[], None]
+    ) -> None:
+        """`timeout_s` bounds the wait for a live peer that does not take part. The connection reveals a dead peer.
+
+        The thread calls `on_change` when the group is ready or has ended, and when a copy is done.
+        """
         self._shards = shards
+        self._on_change = on_change
         self._rows: list[Tensor] = []  # the pieces of each shard
         self._rank = rank
         self._host = host
@@ -114,13 +120,16 @@ class PairChannel:
             # group. So one of them sees what the other has set.
             self._group = group
             self.is_ready = True
+            self._on_change()
             while not self._is_closed and (copy := self._copies.get()) is not None:
                 group.copy(copy, [self._pieces(run) for run in copy.runs])
                 copy.is_done = not self._is_closed  # an aborted group may return without an error
+                self._on_change()
         except (RuntimeError, OSError, ServingError) as exc:  # what torch, a socket or `_make_group` raises
             self.error = str(exc).partition("\n")[0] or type(exc).__name__
         finally:  # the link is lost, whatever ended this thread
             self.error = self.error or "its thread has ended"
+            self._on_change()
 
     def _pieces(self, run: LocalRun) -> Tensor:
         shard, row = divmod(run.start, len(self._rows[0]) + SHARD_GAP)

@@ -85,6 +85,7 @@ from tandem.protocol.messages.worker_to_worker import (
     ReadDone,
     ReadGrant,
     ReadRequest,
+    WriteBegun,
 )
 
 RequestPart = Generate | Prefill | Decode | CopyKv  # what a worker does for a request, until it says that it is done
@@ -99,6 +100,7 @@ PeerMessage = (
     | LeaseRefused
     | LeaseRevoked
     | LeaseClosed
+    | WriteBegun
     | ReadRequest
     | ReadGrant
     | ReadDone

@@ -98,6 +98,15 @@ class LeaseClosed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     first_token_ids: FirstTokens = ()
 
 
+class WriteBegun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Prefill -> decode: poll your transport often now. A write under a lease of yours has begun and may need that.
+
+    It changes nothing else, and is sent only where a transport cannot wake its owner.
+    """
+
+    sender: PeerAddress
+
+
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Reader -> holder: keep the blocks of this chain that you have for `ttl_s`, and say where they are."""
 

@@ -6,13 +6,15 @@ What NIXL itself does is in test_transport_contract.py.
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from typing_extensions import override
 
-from tandem.kv_transfer.transport.base import TransferState
+from tandem.kv_transfer.transport import nixl_agent
+from tandem.kv_transfer.transport.base import PoolShape, TransferState, block_runs
 from tandem.kv_transfer.transport.nixl import NixlTransport
 from tandem.kv_transfer.transport.nixl_agent import NixlAgent, TransferHandle, ucx_defaults
 from tandem.kv_transfer.transport.notification_order import (
@@ -23,6 +25,8 @@ from tandem.kv_transfer.transport.notification_order import (
     NotificationSequencer,
     number_notification,
 )
+from tandem.kv_transfer.transport.shards import piece_ids
+from tests.support.waiting import poll_until
 
 
 def make_message(sequence: int, link: int = 1) -> bytes:
@@ -145,6 +149,70 @@ def test_a_read_that_cannot_be_cancelled_is_lost_only_when_it_can(monkeypatch: p
     finally:
         transport.close()
         other.close()
+
+
+class CountingAgent(NixlAgent):
+    """Notes how many descriptors NIXL has made of each transfer."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self.num_descriptors: list[int] = []
+
+    @override
+    def try_finish(self, handle: TransferHandle) -> bool:
+        if self._agent.check_xfer_state(handle) == "DONE":
+            self.num_descriptors.append(self._agent.get_xfer_telemetry(handle).descCount)
+        return super().try_finish(handle)
+
+
+UP, DOWN, EVEN = list(range(20)), list(range(19, -1, -1)), list(range(0, 40, 2))
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["write", "read"])
+@pytest.mark.parametrize(
+    ("num_shards", "local", "remote", "expected"),
+    [
+        ((1, 1), UP, UP, 1),
+        ((1, 1), DOWN, DOWN, 1),
+        ((1, 1), UP, DOWN, 20),
+        ((1, 1), EVEN, UP, 20),
+        ((1, 1), UP, EVEN, 20),
+        ((1, 1), [*UP, 30, 31], [5, 6, *range(10, 30)], 3),
+        ((2, 2), UP, UP, 2),
+        ((1, 2), UP, UP, 40),  # the parts of a block lie side by side here, and in two shards there
+        ((2, 1), UP, UP, 40),
+    ],
+)
+def test_neighbours_on_both_sides_are_one_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+    num_shards: tuple[int, int],
+    local: list[int],
+    remote: list[int],
+    expected: int,
+    is_read: bool,
+) -> None:
+    with_telemetry = partial(nixl_agent._api.nixl_agent_config, capture_telemetry=True)
+    monkeypatch.setattr(nixl_agent._api, "nixl_agent_config", with_telemetry)
+    ours, theirs = ([torch.zeros(40, 64 // count) for _ in range(count)] for count in num_shards)
+    near = NixlTransport("a", 1, ours, make_agent=CountingAgent)
+    far = NixlTransport("b", 1, theirs)
+    try:
+        near.add_peer("b", 1, far.local_metadata())
+        copy = near.read_blocks("b", remote, local) if is_read else near.write_blocks("b", local, remote)
+        poll_until(near, lambda: far.poll() or copy.is_settled)
+        assert copy.state is TransferState.DONE
+        agent = near._agent
+        assert isinstance(agent, CountingAgent)
+        assert agent.num_descriptors == [expected]
+        pieces = max(num_shards)
+        ids = (
+            piece_ids(ids, PoolShape(40, 256, count), pieces, gap=1)
+            for ids, count in zip((local, remote), num_shards, strict=True)
+        )
+        assert len(block_runs(*ids)) == expected, "`nccl` makes the same runs"
+    finally:
+        near.close()
+        far.close()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import zmq
+from zmq.constants import PollEvent
 
 from tandem.kv_transfer.transport import base
 from tandem.kv_transfer.transport.base import Notification, Transfer, TransferState, Transport, block_runs
@@ -129,6 +131,26 @@ def test_the_notification_comes_after_the_bytes(network: Network) -> None:
         assert bool((target == turn + 1).all())
         settle([transfer], sender, receiver)
         assert transfer.state is TransferState.DONE
+
+
+def test_who_waits_for_the_waker_polls_only_when_there_is_something_to_do(network: Network) -> None:
+    sender, receiver = network.link(random_pool(), random_pool())
+    sender.write_blocks("d", [0], [0], b"the link is up")
+    receive(1, receiver, sender)
+    if network.name == "nixl":
+        assert sender.waker is None
+        return
+    poller = zmq.Poller()
+    for transport in (sender, receiver):
+        poller.register(transport.waker, PollEvent.POLLIN)
+    for _ in range(20):
+        transfer, arrived = sender.write_blocks("d", [0, 1], [3, 2], b"written"), list[Notification]()
+        while not (arrived and transfer.is_settled):
+            assert poller.poll(1e3 * DEADLINE_S), "nothing woke us"
+            arrived += receiver.poll()
+            sender.poll()
+        receiver.poll()
+        assert not poller.poll(0), "a loop that waits for it would never rest"
 
 
 def test_notifications_keep_the_order_of_writes(network: Network) -> None:

@@ -57,6 +57,7 @@ EXAMPLES: list[messages.Message] = [
     messages.LeaseRefused(sender=PEER, request_id="r", reason="full"),
     messages.LeaseRevoked(sender=PEER, request_id="r", generation=1),
     messages.LeaseClosed(sender=PEER, request_id="r", generation=1),
+    messages.WriteBegun(sender=PEER),
     messages.ReadRequest(sender=PEER, read_id=1, digests=[b"d" * 16], ttl_s=5.0),
     messages.ReadGrant(sender=PEER, read_id=1, block_ids=[3, 4], checksums=[b"c", b""]),
     messages.ReadDone(sender=PEER, read_id=1),

@@ -107,10 +107,10 @@ class PlainPool:
         return self._ref_counts[block] > 1
 
     def try_allocate(self, num_blocks: int) -> list[int] | None:
-        """`num_blocks` private blocks with one reference each; None, and no change, if there is no room."""
+        """`num_blocks` private blocks with one reference each, ascending; None, and no change, if there is no room."""
         if num_blocks > self.num_available:
             return None
-        return [self._take() for _ in range(num_blocks)]
+        return sorted(self._take() for _ in range(num_blocks))
 
     def publish(self, block: int, digest: bytes, parent: bytes | None = None) -> None:
         """Make a full, computed block findable. If another block caches the same content, this copy stays private.

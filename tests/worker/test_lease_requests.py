@@ -29,6 +29,7 @@ from tandem.protocol.messages import (
     Prefill,
     WorkerEpoch,
     WorkerPriority,
+    WriteBegun,
 )
 from tandem.protocol.sampling import SamplingParams
 from tests.support.cluster_harness import BLOCK_SIZE, engine_config
@@ -50,7 +51,7 @@ class Side:
         self.clock_readings: list[float] = []  # the next ones; then it is `now`
         self.engine = Engine(config, clock=lambda: self.clock_readings.pop(0) if self.clock_readings else self.now)
         hub = InProcessHub()
-        transport = InProcessTransport(me.worker_id, 1, self.engine.kv.shards, hub)
+        transport = self.transport = InProcessTransport(me.worker_id, 1, self.engine.kv.shards, hub)
         other = InProcessTransport(peer.worker_id, 1, torch.zeros_like(self.engine.kv.shards[0]), hub)
         self.sent: list[Message] = []
         self.failed: list[str] = []
@@ -149,6 +150,20 @@ def test_room_is_asked_for_as_late_as_the_transfer_allows(
         assert bool(sender.ids(LeaseRequest)) == (num_steps >= asked_after), f"after {num_steps} steps"
         sender.run_step()
     assert sender.ids(LeaseRequest) == ["r"], "once"
+    sender.end("r")
+
+
+@pytest.mark.parametrize("can_wake", [True, False])
+def test_the_receiver_is_told_of_a_write_if_only_its_polls_would_show_it(sender: Side, can_wake: bool) -> None:
+    if not can_wake:
+        sender.transport.waker = None
+    sender.send("r", 2 * STEP_TOKENS)
+    sender.run_step()
+    sender.grant("r", 8)
+    sender.run_step()
+    num_writes = sum(isinstance(message, WriteBegun) for message in sender.sent)
+    assert num_writes == (0 if can_wake else 3), "two chunks and their end"
+    assert (sender.prefill.writes.last_begun == sender.now) is not can_wake
     sender.end("r")
 
 

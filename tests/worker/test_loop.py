@@ -52,9 +52,11 @@ from tandem.protocol.messages import (
     StepOutput,
     Welcome,
     WorkerState,
+    WriteBegun,
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.runtime.curve import make_keys
+from tandem.worker import loop
 from tandem.worker.loop import Worker
 from tandem.worker.sockets import WorkerSockets
 from tests.support.cluster_harness import (
@@ -635,3 +637,58 @@ def test_a_heartbeat_that_came_during_a_long_step_is_in_time(long_steps: LongSte
     assert worker.parts.decode.num_leases == 1
     worker.peer_died(peer)
     worker.parts.decode.check_integrity(idle=True)
+
+
+class Peer:
+    """A transport that writes notifications to a worker whose loop waits a minute for what does not wake it."""
+
+    def __init__(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("_IDLE_POLL_MS", "_TRANSFER_POLL_MS"):
+            monkeypatch.setattr(loop, name, 60_000)
+        hub = InProcessHub()
+        self.worker = Worker(worker_config(tiny_model, "w", Role.DECODE), hub=hub)
+        self.noticed = threading.Event()
+        monkeypatch.setattr(self.worker.parts.decode, "notified", lambda *_: self.noticed.set())
+        self.transport = hub.join("p", 1, torch.zeros_like(self.worker.parts.engine.kv.shards[0]))
+        self.transport.add_peer("w", self.worker.address.epoch, self.worker.parts.transport.local_metadata())
+
+    def write(self) -> None:
+        self.transport.write_blocks("w", [], [], b"done")
+
+
+@pytest.fixture
+def peer(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Peer:
+    return Peer(tiny_model, monkeypatch)
+
+
+def test_a_write_of_a_peer_ends_the_wait_of_an_idle_worker(peer: Peer) -> None:
+    running = RunningWorker(peer.worker)
+    for _ in range(3):
+        peer.write()
+        assert peer.noticed.wait(DEADLINE_S)
+        peer.noticed.clear()
+    running.stop()
+
+
+def test_a_worker_that_nothing_wakes_polls_often_once_a_write_has_begun(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = peer.worker.parts
+    parts.sockets._poller.unregister(parts.transport.waker)
+    parts.transport.waker = None
+    monkeypatch.setattr(loop, "_QUICK_FOR_S", DEADLINE_S)
+    running = RunningWorker(peer.worker)
+    told = lambda: peer.worker._dispatcher.take(b"", WriteBegun(sender=PEER), time.monotonic())  # noqa: E731
+    peer.worker.call(told)
+    peer.write()
+    assert peer.noticed.wait(DEADLINE_S)
+    peer.worker.call(lambda: peer.worker.check_integrity(idle=True))
+    running.stop()
+
+
+def test_a_notification_that_came_during_a_step_does_not_wait_for_another_event(peer: Peer) -> None:
+    peer.write()
+    peer.worker._notifications += peer.worker.parts.transport.poll()
+    running = RunningWorker(peer.worker)
+    assert peer.noticed.wait(DEADLINE_S)
+    running.stop()
