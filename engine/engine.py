@@ -8,11 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from tandem.engine import pool_memory
@@ -55,11 +54,9 @@ _MAX_LAUNCHED = 2  # steps: one that computes and the next one; more would make 
 _MAX_FAILED_STEPS = 3  # in a row, each failing for every sequence: then the engine is at fault, not the sequences
 
 
-class _Sampling(NamedTuple):
-    """Whose tokens are sampled: the next one, and one behind each token of a draft."""
-
-    sequence: Sequence | None  # None: its mask is late, so the tokens are not used
-    draft: tuple[int, ...]
+# Whose tokens are sampled, and its draft: the next one, and one behind each token of the draft. None: its mask is late,
+# so the tokens are not used.
+_Sampling = tuple[Sequence | None, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,31 +291,39 @@ class Engine:
             for sequence in late:
                 if sampling[sequence]:  # the draft is computed for nothing
                     self.scheduler.blocks.keep_needed(sequence)
-            chunks = [one for chunk in chunks if (one := _without_late_token(chunk, late)) is not None]
+            if late:
+                chunks = [one for chunk in chunks if (one := _without_late_token(chunk, late)) is not None]
             sampling, rows = _with_forks(sampling, masks)
             plans = self.sampler.plan(list(sampling), logits.shape[1], masks, sampling)
             sample = self.sampler.launch(logits, plans, rows)
-            used = [
-                _Sampling(None if sequence in late or sequence.leader in late else sequence, draft)
-                for sequence, draft in sampling.items()
-            ]
+            used += sampling.items()
+            if late:
+                used = [(None if one in late or one.leader in late else one, draft) for one, draft in sampling.items()]
         end = self.stream.record()
         if any(draft or sequence.sampling.depends_on_output for sequence, draft in sampling.items()):
             self.stream.wait(end)
+        computed = self._count_computed(chunks, failures)
+        self._launched.append(_LaunchedStep(scheduled, chunks, computed, used, sample, scores, failures, begin, end))
+
+    def _count_computed(self, chunks: list[ScheduledChunk], failures: list[SequenceFailure]) -> list[ComputedBlocks]:
+        """Count the tokens of chunks that are launched. Returns what is to be published once they are complete."""
         computed = []
         for chunk in chunks:
-            blocks = outcome_of(self.scheduler.blocks.advance, chunk)
+            sequence, blocks = chunk.sequence, outcome_of(self.scheduler.blocks.advance, chunk)
             if isinstance(blocks, Exception):  # the other sequences go on
-                failures += self._give_up(chunk.sequence, blocks)
-            else:
+                failures += self._give_up(sequence, blocks)
+                continue
+            if blocks is not None:
                 computed.append(blocks)
-                if chunk.sequence.prompt_scores is not None:
-                    chunk.sequence.prompt_scores.num_launched += chunk.num_scored
-                if chunk.samples:
-                    for sequence in (chunk.sequence, *chunk.sequence.forks):
-                        self._add_pending_token(sequence)
-                    self.scheduler.fork(chunk.sequence)
-        self._launched.append(_LaunchedStep(scheduled, chunks, computed, used, sample, scores, failures, begin, end))
+            if sequence.prompt_scores is not None:
+                sequence.prompt_scores.num_launched += chunk.num_scored
+            if chunk.samples:
+                self._add_pending_token(sequence)
+                if sequence.forks:
+                    for fork in sequence.forks:
+                        self._add_pending_token(fork)
+                    self.scheduler.fork(sequence)
+        return computed
 
     def _with_drafts(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
         """The chunks with drafts, as far as the pool has room for their KV now."""
@@ -327,10 +332,10 @@ class Engine:
         drafted = []
         for chunk in self.speculator.add_drafts(chunks):
             if chunk.sequence.forks:
-                chunk = replace(chunk, draft=())
+                chunk = structs.replace(chunk, draft=())
             elif chunk.draft:
                 num = self.scheduler.blocks.make_room(chunk.sequence, len(chunk.draft))
-                chunk = replace(chunk, draft=chunk.draft[:num])
+                chunk = structs.replace(chunk, draft=chunk.draft[:num])
             drafted.append(chunk)
         return drafted
 
@@ -388,21 +393,21 @@ class Engine:
                 failures += self._give_up(computed.sequence, error)
         if step.scores is not None:
             failures += self._take_scores(step.scores)
-        sampled = iter([] if step.sample is None else step.sample.read())
+        tokens, end = [] if step.sample is None else step.sample.read(), 0
         for sequence, draft in step.sampling:
-            token, *behind = islice(sampled, 1 + len(draft))
+            first, end = end, end + 1 + len(draft)
             if sequence is None or sequence in step.void or self.sequences.get(sequence.request_id) is not sequence:
                 continue
-            right = _right_tokens(token, draft, behind)
-            error = (
-                right if isinstance(right, Exception) else error_of(self._take_tokens, sequence, draft, right, outputs)
-            )
-            if error is not None:
-                failures += self._give_up(sequence, error)
+            outcome: list[SampledToken] | Exception | None = _right_tokens(tokens[first:end], draft)
+            if isinstance(outcome, list):
+                outcome = outcome_of(self._take_tokens, sequence, draft, outcome, outputs)
+            if outcome is not None:
+                failures += self._give_up(sequence, outcome)
         stats = step_stats(step.scheduled, self.stream.seconds_between(step.begin, step.end))
         if self.speculator is not None:
             self.speculator.note_step(step.scheduled, stats.duration_s)
-        return StepResult([chunk for chunk in step.chunks if chunk.sequence not in step.void], outputs, stats, failures)
+        chunks = [chunk for chunk in step.chunks if chunk.sequence not in step.void] if step.void else step.chunks
+        return StepResult(chunks, outputs, stats, failures)
 
     def _take_scores(self, scores: LaunchedScores) -> list[SequenceFailure]:
         """Keep the scores of the sequences that are still here. Returns those whose scoring raised."""
@@ -466,7 +471,7 @@ class Engine:
         return [SequenceFailure(one, error) for one in ended]
 
     def _add_pending_token(self, sequence: Sequence) -> None:
-        is_last = sequence.phase is Phase.PREFILL_ONLY or self._finish_rules.is_full(sequence, len(sequence.token_ids))
+        is_last = not sequence.decodes_here or self._finish_rules.is_full(sequence, len(sequence.token_ids))
         sequence.add_pending_token(is_last=is_last)
 
     def _late_tokens(self) -> LateTokens | None:
@@ -484,11 +489,10 @@ class Engine:
         self, sequence: Sequence, draft: tuple[int, ...], tokens: list[SampledToken], outputs: list[SequenceOutput]
     ) -> None:
         """Note sampled tokens, all but the last as drafted, until one ends the sequence."""
-        sampled, *behind = tokens
-        first = len(outputs)
+        sampled, first = tokens[0], len(outputs)
         position = sequence.set_pending_token(sampled.token_id)
         outputs.append(self._note_token(sequence, position, sampled.logprobs))
-        for sampled in behind:
+        for sampled in tokens[1:]:
             if sequence.finish_reason is not None:
                 break
             sequence.token_ids.append(sampled.token_id)
@@ -508,18 +512,19 @@ class Engine:
         self.speculator.note_draft(len(draft), num_right)
         if sequence.drafts is None or not sequence.drafts.is_predicted:
             return outputs[0]
-        return replace(outputs[0], num_accepted_tokens=num_right, num_rejected_tokens=len(draft) - num_right)
+        return structs.replace(outputs[0], num_accepted_tokens=num_right, num_rejected_tokens=len(draft) - num_right)
 
     def _go_on(self, sequence: Sequence, position: int, sampled: SampledToken, outputs: list[SequenceOutput]) -> None:
         """Note what a grammar forces behind the tokens from `position` on; the sequence ends or goes on."""
         while (
-            len(sequence.token_ids) - position < self.max_run
+            sequence.matcher is not None
+            and len(sequence.token_ids) - position < self.max_run
             and (forced := self._finish_rules.forced_token(sequence)) is not None
         ):
             sequence.token_ids.append(forced)
             outputs.append(self._note_token(sequence, len(sequence.token_ids) - 1, None))
-        if sequence.finish_reason is not None or sequence.phase is Phase.PREFILL_ONLY:
-            self._remove(sequence, keep_blocks=sequence.phase is Phase.PREFILL_ONLY)
+        if sequence.finish_reason is not None or not sequence.decodes_here:
+            self._remove(sequence, keep_blocks=not sequence.decodes_here)
         elif not sampled.is_on_device:  # later steps computed with the existing one
             sequence.drop_pending_tokens()
             for step in self._launched:
@@ -528,10 +533,10 @@ class Engine:
     def _note_token(self, sequence: Sequence, position: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
         """Whether a sequence ends with the token at this position."""
         token_id = sequence.token_ids[position]
-        sequence.finish_reason = self._finish_rules.finish_reason(sequence, position)
-        stop_token_id = token_id if self._finish_rules.is_stop_token(sequence, token_id) else None
-        offset = position - sequence.num_prompt_tokens
-        return SequenceOutput(sequence, offset, token_id, logprobs, sequence.finish_reason, stop_token_id)
+        is_stop, offset = self._finish_rules.is_stop_token(sequence, token_id), position - sequence.num_prompt_tokens
+        reason = FinishReason.STOP if is_stop else self._finish_rules.finish_reason(sequence, position)
+        sequence.finish_reason = reason
+        return SequenceOutput(sequence, offset, token_id, logprobs, reason, token_id if is_stop else None)
 
     def _remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         """Take a sequence out for good. Steps that still compute it go on: later work of the stream follows them."""
@@ -549,17 +554,15 @@ def _threads_of_a_rank(config: EngineConfig) -> int:
     return max((config.num_threads or torch.get_num_threads()) // config.tensor_parallel_size, 1)
 
 
-def _right_tokens(
-    token: SampledToken | Exception, draft: tuple[int, ...], behind: list[SampledToken | Exception]
-) -> list[SampledToken] | Exception:
+def _right_tokens(tokens: list[SampledToken | Exception], draft: tuple[int, ...]) -> list[SampledToken] | Exception:
     """The sampled tokens up to the first that differs from the draft, itself included.
 
     An exception behind a draft is left to the step in which the draft has come: it may not come at all.
     """
-    if isinstance(token, Exception):
-        return token
-    right = [token]
-    for drafted, sampled in zip(draft, behind, strict=True):
+    if isinstance(tokens[0], Exception):
+        return tokens[0]
+    right = [tokens[0]]
+    for drafted, sampled in zip(draft, tokens[1:], strict=True):
         if right[-1].token_id != drafted or isinstance(sampled, Exception):
             break
         right.append(sampled)
@@ -590,4 +593,6 @@ def _without_late_token(chunk: ScheduledChunk, late: set[Sequence]) -> Scheduled
     """The chunk as computed. Without its mask a sequence's last token does not count: it is computed again with it."""
     if chunk.sequence not in late:
         return chunk
-    return replace(chunk, num_tokens=chunk.num_tokens - 1, samples=False, draft=()) if chunk.num_tokens > 1 else None
+    if chunk.num_tokens == 1:
+        return None
+    return structs.replace(chunk, num_tokens=chunk.num_tokens - 1, samples=False, draft=())

@@ -27,9 +27,7 @@ class FinishRules:
         return None if forced in self._eos_token_ids else forced
 
     def finish_reason(self, sequence: Sequence, position: int) -> FinishReason | None:
-        """Why a sequence ends with the token at this position, if it does."""
-        if self.is_stop_token(sequence, sequence.token_ids[position]):
-            return FinishReason.STOP
+        """Why a sequence ends with the token at this position, if it does. That is no stop token."""
         if sequence.matcher is not None and sequence.matcher.is_complete(sequence.unmatched_ids):
             return FinishReason.STOP
         return FinishReason.LENGTH if self.is_full(sequence, position) else None

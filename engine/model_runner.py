@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.interface import AttentionBackend, PagedStep
 from tandem.engine.device import to_device
+from tandem.engine.kept_tables import KeptTables
 from tandem.engine.loader import LoadedModel
 from tandem.engine.sequence import PENDING_TOKEN, ScheduledChunk, Sequence
 from tandem.engine.token_array import token_array
@@ -87,6 +87,7 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self._backend = backend
         self._block_size = pool.shape[3]
+        self._tables = KeptTables()
 
     def run(
         self,
@@ -134,35 +135,39 @@ class ModelRunner:
     def pack(self, chunks: list[ScheduledChunk], late_tokens: LateTokens | None = None) -> PackedBatch:
         """Lay chunks end to end, as they are now. This is the host's part of a step: it launches nothing."""
         # A chunk of tokens [start, end) of a sequence, whose KV before `start` is in its blocks:
-        # block_tables[i]      the blocks of [0, end), padded with 0
+        # block_tables[i]      the blocks of [0, end), and behind them others of the sequence, or 0
         # slot_mapping         where the KV of [start, end) goes: block * size + offset in the block
         # query_starts[i:i+2]  its rows of the batch; kv_lens[i] = end, up to which the last of its rows attends
         # logit_rows           its last `num_logits` rows, numbered through the batch
         # Drafted tokens come behind those of the sequence: then `end` is that of the draft.
         size = self._block_size
-        token_ids, rows, starts = token_array(), list[int](), [0]
-        counts = [chunk.num_rows for chunk in chunks]
-        kv_lens = [chunk.start + count for chunk, count in zip(chunks, counts, strict=True)]
-        tables = np.zeros((len(chunks), -(-max(kv_lens) // size)), dtype=np.int32)
-        for i, chunk in enumerate(chunks):
+        sequences = [chunk.sequence for chunk in chunks]
+        numbers = [(one.start, one.num_tokens, one.num_scored + one.samples, len(one.draft)) for one in chunks]
+        starts, num_tokens, num_logits, num_drafted = np.array(numbers).T.copy()
+        counts = num_tokens + num_drafted
+        ends, kv_lens, num_logits = counts.cumsum(), starts + counts, num_logits + num_drafted
+        query_starts = np.zeros(len(chunks) + 1, dtype=np.int32)
+        query_starts[1:] = ends
+        positions, owners = _runs(starts, counts), np.arange(len(chunks)).repeat(counts)
+        places, tables = positions // size, self._tables.pack(sequences, -(-kv_lens // size))
+        token_ids = token_array()
+        for chunk in chunks:
             token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-            token_ids.extend(chunk.draft)
-            num_blocks = -(-kv_lens[i] // size)
-            tables[i, :num_blocks] = chunk.sequence.blocks.ids[:num_blocks]
-            starts.append(len(token_ids))
-            rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
-        positions = np.concatenate([np.arange(one.start, end) for one, end in zip(chunks, kv_lens, strict=True)])
-        owners = np.arange(len(chunks)).repeat(counts)
-        places = positions // size
-        late_inputs = None if late_tokens is None else _late_inputs(chunks, token_ids, late_tokens)
+            if chunk.draft:
+                token_ids.extend(chunk.draft)
+        input_ids, late_inputs = np.array(token_ids, dtype=np.int64), None
+        if late_tokens is not None and len(pending := np.flatnonzero(input_ids == PENDING_TOKEN)):
+            input_ids[pending] = 0
+            rows = [late_tokens.rows[sequences[owner]] for owner in owners[pending]]
+            late_inputs = LateInputs(pending, np.array(rows), late_tokens.token_ids)
         return PackedBatch(
-            input_ids=np.array(token_ids, dtype=np.int64),
+            input_ids=input_ids,
             positions=positions,
             slot_mapping=positions + (tables[owners, places] - places) * size,
             block_tables=tables,
-            query_starts=np.array(starts, dtype=np.int32),
-            kv_lens=np.array(kv_lens, dtype=np.int32),
-            logit_rows=np.array(rows, dtype=np.int64),
+            query_starts=query_starts,
+            kv_lens=kv_lens.astype(np.int32),
+            logit_rows=_runs(ends - num_logits, num_logits),
             late_inputs=late_inputs,
         )
 
@@ -185,13 +190,10 @@ class ModelRunner:
         return to_device(array, self.model.device)
 
 
-def _late_inputs(chunks: list[ScheduledChunk], token_ids: array[int], late_tokens: LateTokens) -> LateInputs | None:
-    """Where pending tokens go, each the last of its chunk. In `token_ids` they become 0."""
-    places, rows, end = [], [], 0
-    for chunk in chunks:
-        end += chunk.num_rows
-        if token_ids[end - 1] == PENDING_TOKEN:
-            token_ids[end - 1] = 0
-            places.append(end - 1)
-            rows.append(late_tokens.rows[chunk.sequence])
-    return LateInputs(np.array(places), np.array(rows), late_tokens.token_ids) if places else None
+def _runs(starts: Array, counts: Array) -> Array:
+    """`count` numbers from each start on, end to end: int64 [sum of counts]."""
+    if (counts == 1).all():
+        return starts
+    ends = counts.cumsum()
+    numbers: Array = np.arange(ends[-1]) + (starts - ends + counts).repeat(counts)
+    return numbers

@@ -32,7 +32,7 @@ class SequenceQueues:
     @property
     def num_forks(self) -> int:
         """Forks of the prompts that are computed or received: each will take a seat."""
-        return sum(len(s.forks) for s in (*self.running, *self.receiving) if s.decodes_here)
+        return sum(len(s.forks) for s in (*self.running, *self.receiving) if s.forks and s.decodes_here)
 
     def wait(self, sequence: Sequence) -> None:
         """Put a sequence into `waiting`."""

@@ -167,17 +167,18 @@ class Scheduler:
         if is_shared:
             self.tenant_room.make_room()
         chunks: list[ScheduledChunk] = []
-        num_preemptions = self.num_preemptions
-        for sequence in [s for s in self.running if s.has_first_token and not s.has_last_token and _has_tokens(s)]:
-            # A sequence before it may have preempted it.
-            has_room = sequence.status is SequenceStatus.RUNNING and self._grow(sequence)
+        num_preemptions, running = self.num_preemptions, SequenceStatus.RUNNING
+        for sequence in [one for one in self.running if _takes_tokens(one)]:
+            if sequence.status is not running:  # a sequence before it has preempted it
+                continue
+            has_room = self.blocks.try_extend(sequence) or self._grow(sequence)
             if has_room and sequence.is_decoding:  # more than one token (forced, or computed again) is a prompt's chunk
-                chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
+                chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, True))
         if self.num_preemptions > num_preemptions:  # victims are chosen by arrival, so some may have got their chunk
-            chunks = [chunk for chunk in chunks if chunk.sequence.status is SequenceStatus.RUNNING]
+            chunks = [chunk for chunk in chunks if chunk.sequence.status is running]
         self._queues.step_number += bool(chunks)
         step = _Step(chunks, self.max_num_batched_tokens - len(chunks), num_forks=self._queues.num_forks)
-        prompts = self._prefill_order()  # those that are admitted from here on get their chunks at once
+        prompts = self._prefill_order(chunks)  # those that are admitted from here on get their chunks at once
         self._admit_received(step)
         step.line = self.tenant_room.in_turn(self.waiting) if is_shared else iter(list(self.waiting))
         step.first = next(step.line, None)
@@ -203,12 +204,14 @@ class Scheduler:
         sequence.gave_way = True
         self.preempt(sequence)
 
-    def _prefill_order(self) -> list[tuple[Sequence, WorkerPriority]]:
-        """The running prompts in the order in which they are computed, each with its priority.
+    def _prefill_order(self, chunks: list[ScheduledChunk]) -> list[tuple[Sequence, WorkerPriority]]:
+        """The running prompts in the order in which they are computed, each with its priority. `chunks` decode.
 
         A prompt that computes the prefix of a waiting one has that one's priority, if it is higher. Otherwise prompts
         between the two would overtake both, and short steps would delay the prompt for which they are made.
         """
+        if len(chunks) == len(self.running):  # none is a prompt
+            return []
         priorities = {s: s.current_priority for s in self.running if not s.is_decoding}
         last = max((priority.order for priority in priorities.values()), default=-math.inf)
         for sequence in islice(self.waiting, _MAX_PASSED):
@@ -342,9 +345,11 @@ class Scheduler:
         return True
 
 
-def _has_tokens(sequence: Sequence) -> bool:
+def _takes_tokens(sequence: Sequence) -> bool:
     """Whether a sequence with its first token has others that a step may compute: it may wait for its next mask."""
-    return sequence.can_sample or sequence.num_uncomputed_tokens > 1
+    if sequence.has_last_token or len(sequence.token_ids) <= sequence.num_prompt_tokens:
+        return False
+    return sequence.matcher is None or sequence.can_sample or sequence.num_uncomputed_tokens > 1
 
 
 def _num_shared(digests: list[bytes], others: list[bytes]) -> int:

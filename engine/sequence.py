@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from tandem.engine.block_table import BlockTable
 from tandem.protocol.messages import FinishReason, KvHolder, PeerAddress, WorkerPriority
 from tandem.protocol.sampling import SamplingParams
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from tandem.engine.block_index import CachedPrefix
     from tandem.engine.prompt_scores import PromptScores
+    from tandem.engine.sampling.request_plan import RequestPlan
     from tandem.engine.speculation.sources import DraftSources, RequestTexts
     from tandem.engine.structured_output import GrammarMatcher
 
@@ -41,6 +44,9 @@ class Phase(enum.Enum):
 
     WHOLE = enum.auto()  # prefill and decode
     PREFILL_ONLY = enum.auto()  # up to the first token; blocks are kept until the handoff is over
+
+
+_WHOLE = Phase.WHOLE  # looking up a member of an enum takes longer than a call
 
 
 @dataclass(eq=False, slots=True)
@@ -102,6 +108,7 @@ class Sequence:
     may_take_room: bool = False  # it waits for room, and others give way if it gets short of it
     gave_way: bool = False  # it was preempted for another tenant, so no seat is kept for it
     onboarding: Onboarding | None = None
+    request_plan: RequestPlan | None = None  # what it asks of the sampler, which makes it once
     logit_bias: tuple[Array, Array] | None = None  # ids and values; the sampler makes them once
     prompt_ids: Array | None = None  # each id of the prompt once; the sampler makes them for the repetition penalty
     matcher: GrammarMatcher | None = None  # of a grammar that its output must match
@@ -162,12 +169,12 @@ class Sequence:
     @property
     def has_first_token(self) -> bool:
         """Whether its prompt was computed, here or by a peer."""
-        return self.num_output_tokens > 0
+        return len(self.token_ids) > self.num_prompt_tokens
 
     @property
     def decodes_here(self) -> bool:
         """Whether it takes more blocks as it goes on. A prompt that is handed over keeps its blocks until that ends."""
-        return self.phase is Phase.WHOLE
+        return self.phase is _WHOLE
 
     @property
     def current_priority(self) -> WorkerPriority:
@@ -213,11 +220,11 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether only the newest token lacks its KV."""
-        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+        num_tokens = len(self.token_ids)
+        return num_tokens == self.num_computed_tokens + 1 and num_tokens > self.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(msgspec.Struct, frozen=True):  # a step makes hundreds, each in a tenth of a dataclass's time
     """Compute tokens [start, start + num_tokens) of a sequence; `samples` if that reaches its end.
 
     The logits of its last tokens are needed: of `num_scored` to score the prompt, and then of one if it samples.

@@ -60,9 +60,10 @@ class SequenceBlocks:
 
         Forks share the block to which they write next. Each of them gets a copy of it, but the last one keeps it.
         """
-        idx, num_blocks = sequence.num_computed_tokens // self.block_size, len(sequence.blocks)
+        size, num_blocks = self.block_size, len(sequence.blocks)
+        idx = sequence.num_computed_tokens // size
         is_shared = idx < num_blocks and self.pool.is_shared(sequence.blocks[idx])
-        num_missing = max(self.num_needed(sequence) - num_blocks, 0) + is_shared
+        num_missing = max(-(-len(sequence.token_ids) // size) - num_blocks, 0) + is_shared
         if not num_missing:
             return True
         fresh = self.pool.try_allocate(num_missing)
@@ -107,12 +108,14 @@ class SequenceBlocks:
         assert sequence.cached_prefix is not None
         sequence.blocks, sequence.cached_prefix = sequence.cached_prefix.blocks, None
 
-    def advance(self, chunk: ScheduledChunk) -> ComputedBlocks:
-        """Count a chunk as computed, and loaded tokens that follow it. Returns what may be published later."""
+    def advance(self, chunk: ScheduledChunk) -> ComputedBlocks | None:
+        """Count a chunk as computed, and loaded tokens that follow it. Returns what may be published later, if any."""
         sequence = chunk.sequence
         sequence.num_computed_tokens = chunk.start + chunk.num_tokens
-        self._join_loaded(sequence)
-        return self._computed(sequence)
+        if sequence.onboarding is not None:
+            self._join_loaded(sequence)
+        is_new = sequence.num_computed_tokens // self.block_size > sequence.num_published_blocks
+        return self._computed(sequence) if is_new else None
 
     def onboard(self, sequence: Sequence, start: int, end: int, source: str, *, is_written: bool = True) -> bool:
         """Count tokens [start, end), whole blocks, of a running sequence as loaded from a source.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.protocol.messages import FinishReason, StepStats, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceOutput(msgspec.Struct, frozen=True):
     """One new token of a sequence, and whether the sequence ended with it.
 
     Tokens of the request's prediction that a step computed count with the step's first token.
@@ -45,14 +46,22 @@ class StepResult:
 
 def step_stats(chunks: list[ScheduledChunk], duration_s: float) -> StepStats:
     """A drafted token is work like a prompt's token."""
-    prefill = [chunk for chunk in chunks if not (chunk.num_tokens == 1 and chunk.samples)]
-    decode = [chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.samples]
-    drafted = [(chunk.start + chunk.num_tokens, len(chunk.draft)) for chunk in chunks if chunk.draft]
+    num_prefill_tokens = num_decode_seqs = num_decode_kv_tokens = 0
+    prefill_attention = 0.0
+    for chunk in chunks:
+        if chunk.num_tokens == 1 and chunk.samples:
+            num_decode_seqs += 1
+            num_decode_kv_tokens += chunk.start + 1
+        else:
+            num_prefill_tokens += chunk.num_tokens
+            prefill_attention += chunk.num_tokens * (chunk.start + chunk.num_tokens / 2)
+        if num_drafted := len(chunk.draft):
+            num_prefill_tokens += num_drafted
+            prefill_attention += num_drafted * (chunk.start + chunk.num_tokens + num_drafted / 2)
     return StepStats(
         duration_s=duration_s,
-        num_prefill_tokens=sum(chunk.num_tokens for chunk in prefill) + sum(num for _, num in drafted),
-        prefill_attention=sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in prefill)
-        + sum(num * (start + num / 2) for start, num in drafted),
-        num_decode_seqs=len(decode),
-        num_decode_kv_tokens=sum(chunk.start + 1 for chunk in decode),
+        num_prefill_tokens=num_prefill_tokens,
+        prefill_attention=prefill_attention,
+        num_decode_seqs=num_decode_seqs,
+        num_decode_kv_tokens=num_decode_kv_tokens,
     )

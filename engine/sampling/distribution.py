@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tandem.engine.device import to_device
 from tandem.engine.number_tokens import TokenMask
-from tandem.engine.sampling.row_plan import Edit, RowPlan
+from tandem.engine.sampling.request_plan import RequestPlan
+from tandem.engine.sampling.row_plan import NO_EDITS, Edit, RowPlan
 
 # Most nuclei are far smaller than this; only flat distributions need the full sort of the vocabulary.
 _NUCLEUS_GUESS, _FEWEST = 512, 64
@@ -44,9 +45,9 @@ class _Parameters(NamedTuple):
 
 def adjust(logits: Tensor, plans: Sequence[RowPlan]) -> Tensor:
     """Logits after penalties, bias, bans and grammars, in this order. logits: [m, vocab], float32, not changed."""
-    masked = [row for row, plan in enumerate(plans) if plan.mask is not None]
-    if not masked and not any(any(plan.edits) for plan in plans):
+    if all(plan.mask is None and plan.edits is NO_EDITS for plan in plans):
         return logits
+    masked = [row for row, plan in enumerate(plans) if plan.mask is not None]
     adjusted = logits.clone()
     flat = adjusted.view(-1)
     scaled, subtracted, added, banned = (_flatten([plan.edits[stage] for plan in plans], logits) for stage in range(4))
@@ -74,7 +75,7 @@ def choose(logits: Tensor, plans: Sequence[RowPlan], *, is_exhaustive: bool = Fa
     """
     groups: dict[int, list[int]] = {}
     for row, plan in enumerate(plans):
-        groups.setdefault(_num_candidates(plan, logits.shape[1], is_exhaustive), []).append(row)
+        groups.setdefault(_num_candidates(plan.request, logits.shape[1], is_exhaustive), []).append(row)
     if len(groups) == 1:
         return _choose_alike(logits, plans, next(iter(groups)))
     token_ids = torch.empty(len(plans), dtype=torch.int64, device=logits.device)
@@ -115,7 +116,7 @@ def _penalties_of_byte(device: torch.device) -> Tensor:
     return torch.from_numpy(np.where(allowed, np.float32(0), np.float32(-np.inf))).to(device)
 
 
-def _num_candidates(plan: RowPlan, vocab_size: int, is_exhaustive: bool) -> int:
+def _num_candidates(plan: RequestPlan, vocab_size: int, is_exhaustive: bool) -> int:
     """How many of the most probable tokens to look at: a multiple of what is expected. It depends on the row alone."""
     if plan.temperature == 0:
         return _GREEDY
@@ -197,10 +198,13 @@ def _mirrored(bits: Tensor) -> Tensor:
 
 
 def _parameters(plans: Sequence[RowPlan], vocab_size: int, device: torch.device) -> _Parameters:
-    rows = [(plan.top_p, plan.draw, plan.temperature, plan.min_p, plan.top_k or vocab_size) for plan in plans]
-    table = to_device(np.array(rows, dtype=np.float64), device)
-    top_p, draw, temperature, min_p, top_k = (table[:, i : i + 1] for i in range(table.shape[1]))
-    has_top_k, has_min_p = any(plan.top_k for plan in plans), any(plan.min_p > 0 for plan in plans)
+    numbers = np.empty((5, len(plans), 1))
+    numbers[:4, :, 0] = np.frombuffer(b"".join([plan.request.numbers for plan in plans])).reshape(-1, 4).T
+    numbers[4, :, 0] = [plan.draw for plan in plans]
+    has_top_k, has_min_p = any(plan.request.top_k for plan in plans), any(plan.request.min_p > 0 for plan in plans)
+    if has_top_k:
+        numbers[1, numbers[1] == 0] = vocab_size
+    temperature, top_k, top_p, min_p, draw = to_device(numbers, device).unbind()
     return _Parameters(
         temperature.float(), top_k if has_top_k else None, top_p, min_p.float() if has_min_p else None, draw
     )

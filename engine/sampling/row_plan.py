@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from tandem.engine.number_tokens import TokenMask
-from tandem.engine.sampling.draw import uniform_draw
+from tandem.engine.sampling.request_plan import RequestPlan, plan_request
 from tandem.engine.sequence import Sequence
-
-_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 
 Array = np.ndarray[Any, Any]
 
@@ -29,52 +27,47 @@ Edits = tuple[Edit | None, Edit | None, Edit | None, Edit | None]  # scale, subt
 NO_EDITS: Edits = (None, None, None, None)
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlan:
-    """One row's parameters, made safe to compute with: the tensors' part of sampling raises for no value here."""
+class RowPlan(msgspec.Struct, frozen=True):
+    """What one row of a batch asks."""
 
-    temperature: float  # 0 = greedy
-    top_k: int  # 0 = all
-    top_p: float
-    min_p: float
+    request: RequestPlan
     draw: float  # in [0, 1)
-    num_logprobs: int | None
     edits: Edits
     mask: TokenMask | None = None  # the tokens that a grammar allows
+
+
+def plan_of(sequence: Sequence) -> RequestPlan:
+    """The plan of a sequence's request, which is made once."""
+    plan = sequence.request_plan
+    if plan is None or plan.sampling is not sequence.sampling:
+        plan = sequence.request_plan = plan_request(sequence.sampling)
+    return plan
 
 
 def plan_row(
     sequence: Sequence,
     vocab_size: int,
     eos_token_ids: frozenset[int],
+    draw: float,
     mask: TokenMask | None = None,
     draft: Seq[int] = (),
 ) -> RowPlan:
     """The plan of a sequence's next token behind this draft. Raises IndexError for ids outside the vocabulary."""
-    sampling = sequence.sampling
-    temperature = sampling.temperature
-    if temperature != 0:  # near 0 it means greedy, while 1e-40 would give inf - inf
-        temperature = 0.0 if math.isnan(temperature) else min(max(temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
+    request = plan_of(sequence)
+    has_enough = sequence.num_output_tokens + len(draft) >= request.sampling.min_tokens
+    if has_enough and not request.is_edited:
+        return RowPlan(request, draw, NO_EDITS, mask)
     with np.errstate(all="ignore"):
         edits = (
             _scaled(sequence, draft),
             _subtracted(sequence, draft),
             _biased(sequence),
-            _banned(sequence, eos_token_ids, len(draft)),
+            None if has_enough else _banned(sequence, eos_token_ids),
         )
     for edit in edits:
         if edit is not None and not (edit.ids.min() >= 0 and edit.ids.max() < vocab_size):
             raise IndexError(f"token ids {edit.ids.min()} to {edit.ids.max()}: the vocabulary has {vocab_size}")
-    return RowPlan(
-        temperature=temperature,
-        top_k=min(max(sampling.top_k, 0), vocab_size),
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        draw=uniform_draw(sampling.seed, sequence.num_output_tokens + len(draft)) if temperature > 0 else 0.0,
-        num_logprobs=None if sampling.num_logprobs is None else min(max(sampling.num_logprobs, 0), vocab_size),
-        edits=edits,
-        mask=mask,
-    )
+    return RowPlan(request, draw, edits, mask)
 
 
 def _scaled(sequence: Sequence, draft: Seq[int]) -> Edit | None:
@@ -111,10 +104,9 @@ def _biased(sequence: Sequence) -> Edit | None:
     return Edit(*sequence.logit_bias) if bias and sequence.logit_bias is not None else None
 
 
-def _banned(sequence: Sequence, eos_token_ids: frozenset[int], num_drafted: int) -> Edit | None:
-    sampling = sequence.sampling
-    banned = eos_token_ids.union(sampling.stop_token_ids)
-    if sequence.num_output_tokens + num_drafted >= sampling.min_tokens or not banned:
+def _banned(sequence: Sequence, eos_token_ids: frozenset[int]) -> Edit | None:
+    banned = eos_token_ids.union(sequence.sampling.stop_token_ids)
+    if not banned:
         return None
     ids = np.array(sorted(banned), dtype=np.int64)
     return Edit(ids, np.full(len(ids), -math.inf, dtype=np.float32))

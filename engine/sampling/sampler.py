@@ -9,21 +9,25 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tandem.engine.device import to_device, to_host
 from tandem.engine.number_tokens import TokenMask
 from tandem.engine.sampling.distribution import adjust, choose
+from tandem.engine.sampling.draw import uniform_draws
 from tandem.engine.sampling.logprobs import MIN_LOGPROB, RowLogprobs, slabs
 from tandem.engine.sampling.prompt_scoring import LaunchedScores, split_logits
-from tandem.engine.sampling.row_plan import NO_EDITS, RowPlan, plan_row
+from tandem.engine.sampling.row_plan import NO_EDITS, RowPlan, plan_of, plan_row
 from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import TokenLogprobs
@@ -35,11 +39,11 @@ T = TypeVar("T")
 SamplePlan = RowPlan | Exception | None  # of a row; None = the most likely token and no more
 
 
-class SampledToken(NamedTuple):
+class SampledToken(msgspec.Struct, frozen=True):
     """The chosen token and, if asked for, log probabilities of the model's own distribution."""
 
     token_id: int
-    logprobs: TokenLogprobs | None
+    logprobs: TokenLogprobs | None = None
     is_on_device: bool = True  # False if the host chose it: `LaunchedSample.token_ids` has another one
 
 
@@ -64,13 +68,12 @@ class Sampler:
 
         `masks`: of the sequences with a grammar, behind each leading part of their draft, as far as they are known.
         """
-        return [
-            None
-            if _is_plain_greedy(sequence, num)
-            else _outcome_of(self._plan, sequence, vocab_size, masks.get(sequence), drafts.get(sequence, ())[:num])
-            for sequence in sequences
-            for num in range(1 + len(drafts.get(sequence, ())))
-        ]
+        rows = list(_rows_of(sequences, drafts))
+        plans = _outcome_of(self._plan_rows, rows, vocab_size, masks)
+        if isinstance(plans, list):
+            return plans
+        alone = [_outcome_of(self._plan_rows, [row], vocab_size, masks) for row in rows]
+        return [plan if isinstance(plan, Exception) else plan[0] for plan in alone]
 
     @torch.inference_mode()
     def launch(self, logits: Tensor, plans: Seq[SamplePlan], rows: list[int] | None = None) -> LaunchedSample:
@@ -92,13 +95,24 @@ class Sampler:
         sampled, scored = split_logits(logits, chunks)
         return LaunchedScores(scored), sampled
 
-    def _plan(
-        self, sequence: Sequence, vocab_size: int, masks: Seq[TokenMask] | Exception | None, draft: tuple[int, ...]
-    ) -> RowPlan:
-        if isinstance(masks, Exception):
-            raise masks
-        mask = None if masks is None else masks[len(draft)]
-        return plan_row(sequence, vocab_size, self.eos_token_ids, mask, draft)
+    def _plan_rows(
+        self,
+        rows: list[tuple[Sequence, tuple[int, ...]]],
+        vocab_size: int,
+        masks: Mapping[Sequence, Seq[TokenMask] | Exception],
+    ) -> list[SamplePlan]:
+        """Plan the next token of each sequence behind a draft. Raises what one of them raises."""
+        requests = [plan_of(sequence) for sequence, _ in rows]
+        draws: Iterable[float] = repeat(0.0)
+        if any(request.temperature for request in requests):
+            positions = [sequence.num_output_tokens + len(draft) for sequence, draft in rows]
+            draws = uniform_draws([request.sampling.seed for request in requests], positions)
+        return [
+            None
+            if request.is_plain_greedy and sequence.num_output_tokens + len(draft) >= request.sampling.min_tokens
+            else plan_row(sequence, vocab_size, self.eos_token_ids, draw, _mask_of(sequence, draft, masks), draft)
+            for request, (sequence, draft), draw in zip(requests, rows, draws, strict=False)
+        ]
 
 
 class LaunchedSample:
@@ -135,8 +149,11 @@ class LaunchedSample:
     def read(self) -> list[SampledToken | Exception]:
         """The tokens of all rows in order. Waits if the device is not done."""
         self._read_slabs()
-        greedy = [] if self._greedy is None else self._greedy.tolist()  # sync: token ids to host
-        return [self._found.get(row) or SampledToken(greedy[row], None) for row in range(self._num_rows)]
+        greedy = [0] * self._num_rows if self._greedy is None else self._greedy.tolist()  # sync: token ids to host
+        tokens: list[SampledToken | Exception] = list(map(SampledToken, greedy))
+        for row, token in self._found.items():
+            tokens[row] = token
+        return tokens
 
     def _read_slabs(self) -> None:
         for slab in self._slabs:
@@ -148,10 +165,12 @@ class _TopLogprobs:
     """Log probabilities of the rows of a slab that ask for them."""
 
     def __init__(self, raw: Tensor, plans: list[RowPlan], token_ids: Tensor) -> None:
-        rows = [row for row, plan in enumerate(plans) if plan.num_logprobs is not None]
+        rows = [row for row, plan in enumerate(plans) if plan.request.num_logprobs is not None]
         self._place = {row: place for place, row in enumerate(rows)}
         index = _index_of(rows, raw.device)
-        self._logprobs = RowLogprobs(raw[index], token_ids[index], max(plan.num_logprobs or 0 for plan in plans))
+        self._logprobs = RowLogprobs(
+            raw[index], token_ids[index], max(plan.request.num_logprobs or 0 for plan in plans)
+        )
 
     def read(self, row: int, num_top: int, token_id: int, *, is_first_choice: bool) -> TokenLogprobs:
         """Log probabilities of one row. `is_first_choice`: its token is the one that the device chose."""
@@ -172,18 +191,21 @@ class _Slab:
         choice = choose(self._adjusted, plans)
         self.token_ids = choice.token_ids
         self._token_ids, self._is_final = to_host(choice.token_ids), to_host(choice.is_final)
-        has_logprobs = any(plan.num_logprobs is not None for plan in plans)
+        has_logprobs = any(plan.request.num_logprobs is not None for plan in plans)
         self._logprobs = _TopLogprobs(self._raw, plans, choice.token_ids) if has_logprobs else None
 
     def read(self) -> Iterator[tuple[int, SampledToken | Exception]]:
         """(row, token) of all rows; an exception for a row that raises."""
         token_ids, is_final = self._token_ids.tolist(), self._is_final.tolist()  # sync: token ids to host
+        if self._logprobs is None and all(is_final):
+            yield from zip(self._rows, map(SampledToken, token_ids), strict=True)
+            return
         for i, row in enumerate(self._rows):
             yield row, _outcome_of(self._token, i, token_ids[i] if is_final[i] else None)
 
     def _token(self, i: int, first_choice: int | None) -> SampledToken:
         token_id = self._choose_again(i) if first_choice is None else first_choice
-        num_top = self._plans[i].num_logprobs
+        num_top = self._plans[i].request.num_logprobs
         is_first_choice = first_choice is not None
         if self._logprobs is None or num_top is None:
             return SampledToken(token_id, None, is_first_choice)
@@ -212,15 +234,23 @@ def _index_of(rows: list[int], device: torch.device) -> slice | Tensor:
     return to_device(np.array(rows), device)
 
 
-def _is_plain_greedy(sequence: Sequence, num_drafted: int) -> bool:
-    sampling = sequence.sampling
-    return (
-        sampling.temperature == 0
-        and sampling.num_logprobs is None
-        and not sampling.logit_bias
-        and not sampling.depends_on_output
-        and sequence.num_output_tokens + num_drafted >= sampling.min_tokens
-    )
+def _rows_of(
+    sequences: Seq[Sequence], drafts: Mapping[Sequence, tuple[int, ...]]
+) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
+    """Each sequence with each leading part of its draft, the empty one first."""
+    for sequence in sequences:
+        draft = drafts.get(sequence, ())
+        for num in range(1 + len(draft)):
+            yield sequence, draft[:num]
+
+
+def _mask_of(
+    sequence: Sequence, draft: tuple[int, ...], masks: Mapping[Sequence, Seq[TokenMask] | Exception]
+) -> TokenMask | None:
+    found = masks.get(sequence)
+    if isinstance(found, Exception):
+        raise found
+    return None if found is None else found[len(draft)]
 
 
 def _last_resort(logits: Tensor, raw: Tensor, plan: RowPlan) -> int:

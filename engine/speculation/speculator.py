@@ -8,8 +8,9 @@ behind it is not used. So drafts change how many steps an answer takes, and noth
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import accumulate
+
+from msgspec.structs import replace
 
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
 from tandem.engine.speculation.sources import DraftSources, RecentAnswers, RequestTexts

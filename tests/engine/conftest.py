@@ -14,6 +14,7 @@ from tandem.engine.graphs.capture import MakeRecorder
 from tandem.engine.graphs.recorder import make_recorder
 from tandem.protocol.config import EngineConfig
 from tests.support.architectures import SERVED, WRAPPERS, save_model
+from tests.support.plain_pack import check_packing
 from tests.support.tiny_llama import save_tiny_text_model
 
 BuildEngine = Callable[..., Engine]
@@ -59,7 +60,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def build_engine(model_folder: Callable[[str], Path]) -> BuildEngine:
-    """Makes an engine on the CPU whose pool has exactly `num_blocks`. None: many, which takes half the time."""
+    """Makes an engine on the CPU whose pool has exactly `num_blocks`. None: many, which takes half the time.
+
+    Each batch that it packs is compared with what its chunks say.
+    """
     block_bytes: dict[tuple[object, ...], int] = {}
 
     def build(
@@ -73,10 +77,11 @@ def build_engine(model_folder: Callable[[str], Path]) -> BuildEngine:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "model": str(model_folder(name)), **settings}
         large = EngineConfig(dtype=dtype, device="cpu", pool_bytes=64 << 20, **options)
         if num_blocks is None:
-            return Engine(large, make_recorder=make_recorder)
+            return check_packing(Engine(large, make_recorder=make_recorder))
         kind = (name, dtype, settings.get("block_size"))
         if kind not in block_bytes:  # a model tells its geometry once it is loaded
             block_bytes[kind] = Engine(replace(large, tensor_parallel_size=1)).block_bytes
-        return Engine(replace(large, pool_bytes=block_bytes[kind] * num_blocks), make_recorder=make_recorder)
+        config = replace(large, pool_bytes=block_bytes[kind] * num_blocks)
+        return check_packing(Engine(config, make_recorder=make_recorder))
 
     return build

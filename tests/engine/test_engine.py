@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.engine import Engine
-from tandem.engine.sampling.sampler import Sampler
+from tandem.engine.sampling import sampler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
 from tandem.engine.step_result import SequenceFailure
 from tandem.protocol.config import EngineConfig
@@ -376,7 +376,7 @@ def test_a_sequence_that_raises_ends_alone(
     if where == "forward":
         fail_for(engine, monkeypatch, "bad", error)
     elif where == "sampling":
-        monkeypatch.setattr(Sampler, "_plan", lambda *_: 1 / 0)
+        monkeypatch.setattr(sampler, "plan_row", lambda *_: 1 / 0)
     elif where == "advancing":
         raise_for_bad(engine.scheduler.blocks, "advance", lambda chunk: chunk.sequence)
     else:
@@ -431,7 +431,7 @@ def test_an_error_of_the_device_is_raised_at_once(
     if where == "forward":
         monkeypatch.setattr(engine.runner, "run", fail)
     else:
-        monkeypatch.setattr(Sampler, "_plan", fail)
+        monkeypatch.setattr(sampler, "plan_row", fail)
     add(engine, "r", make_prompt(9), num_logprobs=1)
     with pytest.raises(torch.AcceleratorError):
         engine.step()

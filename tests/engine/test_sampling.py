@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.sampling.distribution import choose, top_values
-from tandem.engine.sampling.draw import philox, uniform_draw
-from tandem.engine.sampling.row_plan import plan_row
+from tandem.engine.sampling.draw import philox, uniform_draw, uniform_draws
+from tandem.engine.sampling.row_plan import NO_EDITS, plan_row
 from tandem.engine.sampling.sampler import SampledToken, Sampler
 from tandem.engine.sequence import Sequence
 from tandem.engine.token_array import token_array
@@ -59,7 +58,7 @@ def draw_token(logits: torch.Tensor, sampling: SamplingParams, draw: float) -> i
     """The token of one row [vocab] at this draw; None if no probability is left."""
     sequence = make_sequence()
     sequence.sampling = sampling
-    plan = replace(plan_row(sequence, len(logits), frozenset()), draw=draw)
+    plan = plan_row(sequence, len(logits), frozenset(), draw)
     choice = choose(logits[None], [plan])
     if not choice.is_final:
         choice = choose(logits[None], [plan], is_exhaustive=True)
@@ -127,6 +126,29 @@ def test_ints_numpy_and_torch_give_the_same_bits(device: str) -> None:
     by_torch = torch.stack(philox(tuple(counter), (key_0, key_1)))
     assert by_numpy.T.tolist() == [list(answer) for answer in by_int]
     assert by_torch.T.tolist() == by_numpy.T.tolist()
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 300])
+def test_draws_of_many_rows_are_those_of_each(num_rows: int) -> None:
+    source = random.Random(num_rows)
+    seeds = [source.choice((0, 2**64 - 1, source.randrange(2**64))) for _ in range(num_rows)]
+    positions = [source.choice((0, 2**31, source.randrange(1000))) for _ in range(num_rows)]
+    assert uniform_draws(seeds, positions) == list(map(uniform_draw, seeds, positions))
+
+
+def test_a_plan_follows_the_request() -> None:
+    """What does not change from token to token is planned once, and the rest for each."""
+    sequence = make_sequence()
+    sequence.sampling = SamplingParams(max_tokens=9, temperature=0.5, min_tokens=2)
+    assert plan_row(sequence, 50, frozenset({EOS}), 0.1).edits != NO_EDITS, "the end is banned"
+    request = sequence.request_plan
+    sequence.token_ids.extend([7, 7])
+    assert plan_row(sequence, 50, frozenset({EOS}), 0.2).edits == NO_EDITS
+    assert sequence.request_plan is request
+    sequence.sampling = SamplingParams(max_tokens=9, temperature=0.5, frequency_penalty=1.0)
+    assert plan_row(sequence, 50, frozenset({EOS}), 0.3).edits != NO_EDITS
+    sequence.sampling = SamplingParams(max_tokens=9, temperature=0.0)
+    assert plan_row(sequence, 50, frozenset({EOS}), 0.4).request.is_plain_greedy
 
 
 def test_draws_are_stable_across_versions() -> None:

@@ -82,7 +82,8 @@ def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
         assert chunk.num_tokens > 0
         assert chunk.start == sequence.num_computed_tokens
         assert len(sequence.blocks) * SIZE >= chunk.start + chunk.num_tokens, "no slot for a scheduled token"
-        scheduler.blocks.publish(scheduler.blocks.advance(chunk))
+        scheduler.blocks.advance(chunk)
+        scheduler.blocks.publish_computed(chunk.sequence)
     for chunk in chunks:
         sequence = chunk.sequence
         if sequence.num_uncomputed_tokens == 0:
@@ -683,6 +684,7 @@ def test_what_was_computed_before_a_preemption_is_not_published_after_it() -> No
     scheduler.add(sequence := make_sequence(24))
     [chunk] = scheduler.schedule()
     computed = scheduler.blocks.advance(chunk)
+    assert computed is not None
     former = list(sequence.blocks)
     scheduler.preempt(sequence)
     other = scheduler.pool.try_allocate(2)
@@ -702,6 +704,7 @@ def test_a_prefix_that_is_launched_but_not_published_is_waited_for() -> None:
     scheduler.add(make_sequence(24, name="second", family=1))
     [chunk] = scheduler.schedule()
     computed = scheduler.blocks.advance(chunk)
+    assert computed is not None
     assert plan(scheduler.schedule()) == [("first", 16, 8)], "the second needs what is not published"
     scheduler.blocks.publish(computed)
     assert first.num_published_blocks == 16 // SIZE

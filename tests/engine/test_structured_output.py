@@ -26,6 +26,7 @@ from tandem.protocol.grammar import GrammarError, compile_probe
 from tandem.protocol.messages import FinishReason
 from tests.engine.test_engine import add, make_prompt, make_sampling, output
 from tests.support.late_device import LateDevice
+from tests.support.plain_pack import check_packing
 from tests.support.store_world import Clock
 from tests.support.tiny_llama import EOS_TOKEN_ID, save_tiny_model, save_tiny_text_model
 
@@ -66,7 +67,7 @@ def make_engine(folder: Path, *, num_blocks: int = 200, **settings: Any) -> Engi
     block_bytes = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # layers, K and V, tokens, heads, head_dim, float32
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK_SIZE, **settings}
     options |= {"model": str(folder), "dtype": "float32", "device": "cpu"}
-    return Engine(EngineConfig(pool_bytes=num_blocks * block_bytes, **options))
+    return check_packing(Engine(EngineConfig(pool_bytes=num_blocks * block_bytes, **options)))
 
 
 def run(engine: Engine) -> list[SequenceFailure]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -107,7 +108,7 @@ class LateSample(LaunchedSample):
             if isinstance(token, SampledToken):
                 is_right = row not in wrong_rows
                 self.token_ids[row] = token.token_id if is_right else token.token_id ^ 1
-                tokens[row] = token._replace(is_on_device=is_right)
+                tokens[row] = msgspec.structs.replace(token, is_on_device=is_right)
         self._tokens = tokens
 
     @override

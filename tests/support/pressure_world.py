@@ -198,7 +198,8 @@ class PressureWorld:
         self.now += STEP_S
         self.num_steps += 1
         for chunk in chunks:
-            self.scheduler.blocks.publish(self.scheduler.blocks.advance(chunk))
+            self.scheduler.blocks.advance(chunk)
+            self.scheduler.blocks.publish_computed(chunk.sequence)
         for chunk in chunks:
             if chunk.samples:
                 self._sample(chunk.sequence)
