@@ -73,7 +73,7 @@ def test_wide_tiles_are_compared_with_those_that_a_product_of_this_width_uses(
 ) -> None:
     used = []
     monkeypatch.setattr(ops, "_multiply", lambda rows, *rest: used.append(rest[-1]) or rows)
-    assert ops.wide_tile_agrees.__wrapped__(num_out, 16, torch.bfloat16, torch.device(DEVICE))
+    assert ops.wide_tile_agrees.__wrapped__(num_out, 16, torch.bfloat16, torch.bfloat16, torch.device(DEVICE))
     assert set(used) == {ops.narrow_tile(num_out, torch.bfloat16), ops.WIDE_TILE}
 
 
@@ -135,10 +135,12 @@ def test_what_cannot_be_exact_is_refused_by_name(
 
 @pytest.mark.cluster  # much to interpret
 @pytest.mark.skipif(DEVICE != "cpu", reason="`make gpu-check` has it")
+@pytest.mark.parametrize("weights", ["as-loaded", "int8", "fp8"])
 def test_tokens_of_an_engine_depend_on_nothing_beside_them(
-    build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+    weights: str, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "_use_kernels", lambda module, *_: optimize(module, is_exact=True) and "exact")
+    use_kernels = lambda module, *_: optimize(module, is_exact=True, weights=weights) and "exact"  # noqa: E731
+    monkeypatch.setattr(loader, "_use_kernels", use_kernels)
     prompts = [[5, 6, 7] * 4, *(make_prompt(length) for length in (1, 20))]
     options: dict[str, Any] = {"dtype": "bfloat16"}  # without the check at start, which takes long to interpret
     engine = build_engine(**options, speculate="auto")
