@@ -20,11 +20,12 @@ from tandem.engine.architecture import load_config, model_class, text_config
 from tandem.engine.attention.interface import LayerAttention
 from tandem.engine.kv_geometry import measure_kv
 from tandem.engine.products import inexact_parts
+from tandem.engine.quantization import QUANTIZED_DTYPES
 from tandem.engine.tensor_parallel.group import RankGroup
 from tandem.engine.tensor_parallel.layers import sum_experts
 from tandem.engine.tensor_parallel.loading import check_config, check_heads
 from tandem.engine.text_part import dropping_idle_parts
-from tandem.engine.weights import load_weights
+from tandem.engine.weights import load_weights, quantization_settings
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 
@@ -124,7 +125,10 @@ def load_model(
     dtype = resolve_dtype(config.dtype, model_config, device)
     if group is not None:
         check_config(config.model, text, group.size)
-    module = load_weights(folder, model_type, model_config, dtype, device, group)
+    # What is rounded here is read where it has room: a GPU gets it layer by layer.
+    is_rounded = config.weights != "as-loaded" and group is None and not quantization_settings(model_config)
+    reads_to = torch.device("cpu") if is_rounded else device
+    module = load_weights(folder, model_type, model_config, dtype, reads_to, group)
     join(device)
     with dropping_idle_parts(module):
         kv = measure_kv(module)
@@ -177,7 +181,10 @@ def _use_kernels(module: nn.Module, device: torch.device, dtype: torch.dtype, co
         return device.type
     from tandem.engine.gpu import optimize as for_gpu
 
-    for_gpu.optimize(module, is_exact=is_exact, weights=config.weights)
+    if suffix:
+        for_gpu.quantize_products(module, QUANTIZED_DTYPES[config.weights], device, is_exact=is_exact)
+    else:
+        for_gpu.optimize(module, is_exact=is_exact)
     if not is_exact:
         return f"{device.type} fused{suffix}"
     major, minor = torch.cuda.get_device_capability(device)  # others may multiply by other instructions

@@ -65,9 +65,11 @@ def wide_tile_agrees(
     generator = torch.Generator().manual_seed(0)
     sizes = 2 * WIDE_TILE.rows, min(num_out, 2 * WIDE_TILE.columns)
     x, weight = (torch.randn(size, num_in, generator=generator).to(device, dtype) for size in sizes)
-    stored = (weight, None) if weight_dtype is dtype else quantize(weight, weight_dtype)
-    narrow = _multiply(x, *stored, None, narrow_tile(num_out, dtype))
-    return torch.equal(_multiply(x, *stored, None, WIDE_TILE), narrow)
+    scales = None
+    if weight_dtype is not dtype:
+        weight, scales = quantize(weight, weight_dtype)
+    narrow = _multiply(x, weight, scales, None, narrow_tile(num_out, dtype))
+    return torch.equal(_multiply(x, weight, scales, None, WIDE_TILE), narrow)
 
 
 def _multiply(rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, tile: ProductTile) -> Tensor:

@@ -6,7 +6,7 @@ of two in the MLP, and one kernel for each norm, for the rotary embedding and fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tandem.engine.gpu.ops import KERNELS, WIDE_TILE, multiply
 from tandem.engine.products import replace_products
-from tandem.engine.quantization import QUANTIZED_DTYPES, quantize
+from tandem.engine.quantization import quantize
 from tandem.engine.replacement import replace_parts
 
 
@@ -74,6 +74,12 @@ def _joined(parameters: Sequence[Tensor]) -> nn.Parameter:
     return nn.Parameter(whole.contiguous(), requires_grad=False)
 
 
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of the outermost lists, which are a model's layers."""
+    for child in module.children():
+        yield from child.children() if isinstance(child, nn.ModuleList) else _layers(child)
+
+
 def _compile(linear: ExactLinear | QuantizedLinear, weight: Tensor) -> None:
     """Compile the kernels on a GPU now, not while requests wait."""
     if weight.is_cuda:
@@ -81,19 +87,26 @@ def _compile(linear: ExactLinear | QuantizedLinear, weight: Tensor) -> None:
             linear(torch.zeros(num_rows, weight.shape[1], dtype=linear.weight.dtype, device=weight.device))
 
 
-def optimize(model: nn.Module, *, is_exact: bool = False, weights: str = "as-loaded") -> nn.Module:
-    """Replace known parts in place and return the model. With `is_exact` these are all products: see `products.py`.
+def optimize(model: nn.Module, *, is_exact: bool = False) -> nn.Module:
+    """Replace known parts in place and return the model. With `is_exact` these are all products: see `products.py`."""
+    with torch.inference_mode():
+        if is_exact:
+            replace_products(model, KERNELS, ExactLinear, ExactLinear)
+            return model
+        for module in model.modules():  # not a list, which would keep the replaced ones in memory
+            replace_parts(module, KERNELS, JoinedLinear)
+    return model
 
-    With `weights` int8 or fp8 all linear layers keep theirs in 8 bits, except the one that gives logits; nor do routers
-    of experts, which choose by small differences.
+
+def quantize_products(model: nn.Module, dtype: torch.dtype, device: torch.device, *, is_exact: bool) -> nn.Module:
+    """As `optimize`, and all linear layers keep their weights in 8 bits, of this `dtype` of `quantize`.
+
+    Not the one that gives logits, and no routers of experts, which choose by small differences. The model goes to the
+    device layer by layer, so that the weights of one layer at most are there as they were loaded.
     """
     plain = ExactLinear if is_exact else JoinedLinear
-    with torch.inference_mode():
-        if weights != "as-loaded":
-            replace_products(model, KERNELS, partial(QuantizedLinear, dtype=QUANTIZED_DTYPES[weights]), plain)
-        elif is_exact:
-            replace_products(model, KERNELS, plain, plain)
-        else:
-            for module in model.modules():  # not a list, which would keep the replaced ones in memory
-                replace_parts(module, KERNELS, plain)
+    for part in (*_layers(model), model):
+        part.to(device)
+        with torch.inference_mode():
+            replace_products(part, KERNELS, partial(QuantizedLinear, dtype=dtype), plain)
     return model

@@ -15,9 +15,10 @@ pytest.importorskip("triton")
 from tandem.engine import loader
 from tandem.engine.engine import Engine
 from tandem.engine.gpu import ops
-from tandem.engine.gpu.optimize import ExactLinear, optimize
+from tandem.engine.gpu.optimize import ExactLinear, optimize, quantize_products
 from tandem.engine.model_check import check_exactness
 from tandem.engine.products import inexact_parts
+from tandem.engine.quantization import QUANTIZED_DTYPES
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 from tests.engine.conftest import BuildEngine
@@ -139,7 +140,13 @@ def test_what_cannot_be_exact_is_refused_by_name(
 def test_tokens_of_an_engine_depend_on_nothing_beside_them(
     weights: str, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_kernels = lambda module, *_: optimize(module, is_exact=True, weights=weights) and "exact"  # noqa: E731
+    def use_kernels(module: nn.Module, *_: Any) -> str:
+        if weights == "as-loaded":
+            optimize(module, is_exact=True)
+        else:
+            quantize_products(module, QUANTIZED_DTYPES[weights], torch.device("cpu"), is_exact=True)
+        return "exact"
+
     monkeypatch.setattr(loader, "_use_kernels", use_kernels)
     prompts = [[5, 6, 7] * 4, *(make_prompt(length) for length in (1, 20))]
     options: dict[str, Any] = {"dtype": "bfloat16"}  # without the check at start, which takes long to interpret

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ pytest.importorskip("triton")
 
 from tandem.engine import loader
 from tandem.engine.gpu import ops
-from tandem.engine.gpu.optimize import QuantizedLinear, optimize
+from tandem.engine.gpu.optimize import QuantizedLinear, quantize_products
 from tandem.engine.products import inexact_parts
 from tandem.engine.quantization import QUANTIZED_DTYPES, quantize
 from tandem.protocol.config import EngineConfig
@@ -114,7 +113,7 @@ def test_a_model_computes_with_rounded_weights_and_its_own_head_and_routers(
     family: str, is_exact: bool, kind: str
 ) -> None:
     plain, model = (make_model(family, torch.float32).to(DEVICE) for _ in "12")
-    optimize(model, is_exact=is_exact, weights=kind)
+    quantize_products(model, QUANTIZED_DTYPES[kind], torch.device(DEVICE), is_exact=is_exact)
     assert inexact_parts(model) == [] or not is_exact
     ids = torch.arange(3, 20, device=DEVICE)
     hidden = lambda module, tokens: module(input_ids=tokens[:, None], use_cache=False).logits[:, 0]  # noqa: E731
@@ -130,35 +129,40 @@ def test_a_model_computes_with_rounded_weights_and_its_own_head_and_routers(
 @pytest.mark.parametrize("is_exact", [True, False], ids=["exact", ""])
 def test_a_tied_head_shares_the_memory_of_the_embeddings(is_exact: bool, kind: str) -> None:
     model = make_model("llama", torch.bfloat16, tie_word_embeddings=True).to(DEVICE)
-    optimize(model, is_exact=is_exact, weights=kind)
+    quantize_products(model, QUANTIZED_DTYPES[kind], torch.device(DEVICE), is_exact=is_exact)
     assert not isinstance(model.lm_head, QuantizedLinear)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
 @every_kind
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
-def test_each_original_is_freed_before_many_others_are_rounded(
+def test_only_one_layer_at_a_time_has_its_original_weights_on_the_device(
     family: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(family, torch.bfloat16, num_hidden_layers=4).to(DEVICE)
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == 4)
-    storages = [{id(weight): storage_of(weight) for weight in weights_of(layer)} for layer in layers]
-    originals = [list(layer.values()) for layer in storages]
+    originals = {layer: [storage_of(weight) for weight in weights_of(layer)] for layer in layers}
     del layers
-    alive: list[int] = []
+    placed: list[StorageWeakRef] = []
+    most = 0
+    place = nn.Module.to
+
+    def place_and_note(module: nn.Module, device: torch.device) -> nn.Module:
+        assert all(original.expired() for original in placed)
+        placed.extend(originals.pop(module, []))
+        return place(module, device)
 
     def quantize_and_count(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        alive.append(sum(not original.expired() for original in chain(*originals)))
+        nonlocal most
+        most = max(most, sum(not original.expired() for original in placed))
         return quantize(weight, dtype)
 
+    monkeypatch.setattr(nn.Module, "to", place_and_note)
     monkeypatch.setattr("tandem.engine.gpu.optimize.quantize", quantize_and_count)
-    optimize(model, weights=kind)
-    assert all(original.expired() for original in chain(*originals))
-    # The products that are recognised alone follow those that were joined: in each turn one layer's are held at most.
-    total, of_layer, turns = sum(map(len, originals)), len(originals[0]), len(alive)
-    assert alive[0] == total
-    for turn, count in enumerate(alive):
-        assert count <= total - turn * total // turns + of_layer, alive
+    quantize_products(model, QUANTIZED_DTYPES[kind], torch.device(DEVICE), is_exact=False)
+    assert originals == {}
+    assert all(original.expired() for original in placed)
+    assert most == len(placed) // 4
 
 
 def weights_of(layer: nn.Module) -> list[Tensor]:
@@ -172,8 +176,15 @@ def storage_of(weight: Tensor) -> StorageWeakRef:
 @every_kind
 def test_parts_of_a_type_that_is_not_served_stay(kind: str) -> None:
     model = make_model("llama", torch.float16).to(DEVICE)
-    optimize(model, weights=kind)
+    quantize_products(model, QUANTIZED_DTYPES[kind], torch.device(DEVICE), is_exact=False)
     assert {type(module) for module in model.modules() if "Linear" in type(module).__name__} == {nn.Linear}
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the tests' device be a GPU of Hopper's kind for what is loaded."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    place = nn.Module.to
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: place(module, DEVICE))
 
 
 @every_kind
@@ -181,7 +192,7 @@ def test_parts_of_a_type_that_is_not_served_stay(kind: str) -> None:
 def test_kv_of_weights_in_8_bits_is_told_apart(
     kind: Any, exact: Any, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    stand_in(monkeypatch)
     model = make_model("llama", torch.float32).to(DEVICE)
     config = EngineConfig(model="m", exact=exact, weights=kind)
     assert loader._use_kernels(model, torch.device("cuda"), torch.float32, config) == f"{expected} {kind}"
@@ -193,12 +204,8 @@ def test_only_a_model_that_was_asked_to_be_exact_may_draft(
     exact: Any, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All products of its layers are exact kernels either way; its head is not."""
-    load_weights = loader.load_weights
     monkeypatch.setattr(loader, "resolve_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(
-        loader, "load_weights", lambda *arguments: load_weights(*arguments[:4], torch.device(DEVICE), arguments[5])
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    stand_in(monkeypatch)
     config = EngineConfig(model=str(model_folder("llama")), dtype="float32", exact=exact, weights="int8")
     assert loader.load_model(config).is_exact == (exact == "on")
 

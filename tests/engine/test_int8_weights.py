@@ -9,6 +9,8 @@ from tandem.engine.cpu.packed_linear import PackedLinear
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_tensor_parallel import two_ranks
 
+pytestmark = pytest.mark.cpu_engine("its packed weights are looked at")
+
 
 def test_all_but_the_logits_are_rounded_and_blocks_are_never_shared(build_engine: BuildEngine) -> None:
     rounded, exact = build_engine(weights="int8"), build_engine()
