@@ -23,6 +23,7 @@ from tests.support.architectures import EOS, LONGROPE, REFUSED, SERVED, VOCAB, W
 from tests.support.device import IS_GPU
 
 EDGE_LENGTHS = (1, 15, 16, 17, 33, 60)
+GEMMA4 = pytest.param("gemma4", marks=pytest.mark.cpu_engine("its heads are wider than kernels of GPUs take"))
 EXACT = ("llama", "gemma2", "phi3", "gpt2", "mixtral", "qwen3_moe")
 
 
@@ -66,7 +67,7 @@ def prompt_kv(engine: Engine, blocks: list[int], num_tokens: int) -> Tensor:
     return engine.kv.read(blocks).permute(2, 3, 0, 4, 1, 5).flatten(2, 3)[:, :, :num_tokens]
 
 
-@pytest.mark.parametrize("name", [*SERVED, *WRAPPERS])
+@pytest.mark.parametrize("name", [*(one for one in SERVED if one != "gemma4"), GEMMA4, *WRAPPERS])
 def test_greedy_tokens_equal_transformers(
     name: str, build_engine: BuildEngine, model_folder: Callable[[str], Path]
 ) -> None:

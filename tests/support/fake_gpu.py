@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from tandem.engine import engine, loader, native_layers
+from tandem.engine.cpu import packed_linear
 from tandem.engine.cpu.matmul import PackedWeight
 from tandem.engine.device import DeviceStream, Mark
 
@@ -61,8 +63,15 @@ class _RoundingWeight(PackedWeight):
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Let every engine of this process be of this kind."""
-    patch.setattr("tandem.engine.cpu.packed_linear.PackedWeight", _RoundingWeight)
-    patch.setattr(native_layers, "use_native_layers", lambda _: None)
+    """Let every engine of this process be of this kind. What tests make of our kernels for CPUs stays."""
+    use_kernels, lock = loader._use_kernels, threading.Lock()  # several engines may load at once
+
+    def use_rounding_kernels(*arguments: Any) -> str:
+        with lock, pytest.MonkeyPatch.context() as while_loading:
+            while_loading.setattr(packed_linear, "PackedWeight", _RoundingWeight)
+            while_loading.setattr(native_layers, "use_native_layers", lambda _: None)
+            return use_kernels(*arguments)
+
+    patch.setattr(loader, "_use_kernels", use_rounding_kernels)
     patch.setattr(loader, "inexact_parts", lambda _: ["products"])
     patch.setattr(engine, "make_stream", _LateStream)
