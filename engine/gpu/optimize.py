@@ -106,7 +106,8 @@ def quantize_products(model: nn.Module, dtype: torch.dtype, device: torch.device
     """
     plain = ExactLinear if is_exact else JoinedLinear
     for part in (*_layers(model), model):
-        part.to(device)
+        if not hasattr(model, "hf_quantizer"):  # its model is there already, and may refuse to move
+            part.to(device)
         with torch.inference_mode():
             replace_products(part, KERNELS, partial(QuantizedLinear, dtype=dtype), plain)
     return model

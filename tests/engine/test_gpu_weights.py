@@ -165,6 +165,17 @@ def test_only_one_layer_at_a_time_has_its_original_weights_on_the_device(
     assert most == len(placed) // 4
 
 
+def test_what_a_quantizer_has_placed_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("`.to` is not supported for this model")
+
+    model = make_model("llama", torch.float32).to(DEVICE)
+    model.hf_quantizer = object()
+    monkeypatch.setattr(nn.Module, "to", refuse)
+    quantize_products(model, torch.int8, torch.device(DEVICE), is_exact=False)
+    assert isinstance(model.model.layers[0].self_attn.o_proj, QuantizedLinear)
+
+
 def weights_of(layer: nn.Module) -> list[Tensor]:
     return [weight for weight in layer.parameters() if weight.dim() > 1 and min(weight.shape[-2:]) > 8]  # no routers
 
