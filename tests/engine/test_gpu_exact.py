@@ -136,7 +136,9 @@ def test_what_cannot_be_exact_is_refused_by_name(
 
 @pytest.mark.cluster  # much to interpret
 @pytest.mark.skipif(DEVICE != "cpu", reason="`make gpu-check` has it")
-@pytest.mark.parametrize("weights", ["as-loaded", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "weights", ["as-loaded", *(pytest.param(kind, marks=pytest.mark.slow) for kind in QUANTIZED_DTYPES)]
+)
 def test_tokens_of_an_engine_depend_on_nothing_beside_them(
     weights: str, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
