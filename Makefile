@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml protocol/_digest.c constraints.txt scripts/setup.sh scr
 	@bash scripts/setup.sh
 	@touch $@
 
-.PHONY: help setup serve test test-cluster test-slow test-browser test-clients lint types bench bench-all loadtest clean constraints generated engine-vllm
+.PHONY: help setup serve test test-cluster test-slow test-gpu test-browser test-clients lint types bench bench-all loadtest clean constraints generated engine-vllm
 
 help: ## show this list
 	@echo "Tandem: make <target> [ARGS='flags of the tandem command']"
@@ -37,6 +37,9 @@ test-cluster: $(STAMP) ## run the tests with real servers, Ray, workers on threa
 
 test-slow: $(STAMP) ## run the tests that take minutes, and property tests with 1000 examples each
 	$(BIN)/pytest -m "(slow or hypothesis) and not browser and not clients" --hypothesis-profile=thorough
+
+test-gpu: $(STAMP) ## run the tests of engines and workers on this machine's GPU, but for those that say why they need a CPU
+	TANDEM_TEST_DEVICE=cuda $(BIN)/pytest -m "not slow" $(ON_EVERY_CORE) --dist loadfile tests/engine tests/worker tests/kv_transfer
 
 test-browser: $(STAMP) ## run the tests of the dashboard in headless Chromium (as root on Debian, it is installed)
 	@bash scripts/debian-packages.sh chromium

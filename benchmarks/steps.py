@@ -66,7 +66,7 @@ def main() -> None:
     parser.option("--device", "cpu")
     parser.option("--llama", 0, "layers of a random model, instead of --model")
     parser.option("--shape", "8b", "whose layers these are", choices=_SHAPES)
-    parser.option("--weights", "as-loaded", "as of `tandem serve`", choices=["as-loaded", "int8"])
+    parser.option("--weights", "as-loaded", "as of `tandem serve`", choices=["as-loaded", "int8", "fp8"])
     parser.option("--exact", "off", "as of `tandem serve`", choices=["off", "on"])
     parser.option("--threads", 0, "threads of a step on a CPU; 0 = all cores")
     parser.option("--context", 64, "tokens before each stream's answer", quick=40)
@@ -127,7 +127,7 @@ def sizes_of(folder: Path, weights: str) -> Sizes:
     num_embedded = config.vocab_size * config.hidden_size
     num_multiplied = num_weights - num_embedded * (1 if config.tie_word_embeddings else 2)
     kv_width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-    num_bytes = 1 if weights == "int8" else 2  # of a weight; those of the output layer stay
+    num_bytes = 2 if weights == "as-loaded" else 1  # of a weight; those of the output layer stay
     return Sizes(num_bytes * num_multiplied + 2 * num_embedded, num_multiplied, 4 * config.num_hidden_layers * kv_width)
 
 

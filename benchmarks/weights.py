@@ -1,30 +1,39 @@
-"""What int8 weights change: next-token probabilities, greedy answers and the memory of the weights.
+"""What weights in 8 bits change: next-token probabilities, greedy answers and the memory of the weights.
 
     python -m benchmarks.weights
 
-Both forms of the model compute the same text, the documentation of this project in pieces of 256 tokens. Perplexity is
+All forms of the model compute the same text, the documentation of this project in pieces of 256 tokens. Perplexity is
 that of the text; KL is the mean over its positions, in nats; agreement is the share of positions whose most likely
-token is the same. Nothing is drawn at random.
+token is the same. Nothing is drawn at random. The forms of GPUs are computed here by torch, from the same weights and
+rounded where their kernel rounds.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from benchmarks.common import arguments, console, print_rows, write_result
 from tandem.cluster.model_store import resolve_model
+from tandem.engine.architecture import load_config, model_class
 from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.cpu import CpuAttention
 from tandem.engine.attention.interface import PagedStep
 from tandem.engine.cpu.matmul import PackedWeight
+from tandem.engine.cpu.ops import make_kernels
+from tandem.engine.gpu.optimize import JoinedLinear, QuantizedLinear
 from tandem.engine.loader import LoadedModel, load_model
+from tandem.engine.products import replace_products
+from tandem.engine.quantization import QUANTIZED_DTYPES
+from tandem.engine.weights import load_weights
 from tandem.protocol.config import EngineConfig
 
 _DOCS = Path(__file__).parents[1] / "docs"
@@ -42,24 +51,46 @@ def main() -> None:
     exact_mib = packed_mib()
     rounded = load_model(EngineConfig(model=folder, device="cpu", weights="int8"))
     rounded_mib = packed_mib() - exact_mib
-    rows = compare(exact, rounded, [piece for piece in torch.split(ids, _PIECE) if len(piece) == _PIECE])
+    models = {"as loaded": exact, "int8": rounded}
+    models |= {f"{name} on a GPU": as_on_a_gpu(exact, folder, dtype) for name, dtype in QUANTIZED_DTYPES.items()}
+    rows = compare(models, [piece for piece in torch.split(ids, _PIECE) if len(piece) == _PIECE])
     print_rows(f"{settings.pieces} pieces of {_PIECE} tokens, {exact.kernels}", rows)
     console.print(f"weights of products: {exact_mib:.0f} MiB as loaded, {rounded_mib:.0f} MiB with int8")
     write_result("weights", settings, {"compared": rows})
 
 
-def compare(exact: LoadedModel, rounded: LoadedModel, pieces: list[Tensor]) -> list[dict[str, Any]]:
-    losses, same, kl = {"as loaded": 0.0, "int8": 0.0}, 0.0, 0.0
+class _TorchLinear(QuantizedLinear):
+    """The product of a GPU's kernel: of values that are exact in float32, with sums in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., sum of out_features]"""
+        sums = nn.functional.linear(x.float(), self.elements.float()) * self.scales
+        return (sums if self.bias is None else sums + self.bias.float()).to(x.dtype)
+
+
+def as_on_a_gpu(exact: LoadedModel, folder: str, dtype: torch.dtype) -> LoadedModel:
+    """The model with the weights that it would have on a GPU."""
+    config = load_config(Path(folder))
+    module = load_weights(Path(folder), model_class(folder, config), config, exact.dtype, torch.device("cpu"))
+    with torch.inference_mode():
+        replace_products(module, make_kernels(), partial(_TorchLinear, dtype=dtype), JoinedLinear)
+    return replace(exact, module=module)
+
+
+def compare(models: dict[str, LoadedModel], pieces: list[Tensor]) -> list[dict[str, Any]]:
+    """A row for each model: how it computes the pieces, beside the first model."""
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in models}
     for piece in pieces:
-        expected, actual = (log_probabilities(model, piece) for model in (exact, rounded))
-        for name, scores in zip(losses, (expected, actual), strict=True):
-            losses[name] -= float(scores[:-1].gather(1, piece[1:, None]).mean()) / len(pieces)
-        same += float((expected.argmax(1) == actual.argmax(1)).float().mean()) / len(pieces)
-        kl += float((expected.exp() * (expected - actual)).sum(1).mean()) / len(pieces)
-    compared = {"as loaded": (1.0, 0.0), "int8": (same, kl)}
+        scores = {name: log_probabilities(model, piece) for name, model in models.items()}
+        expected = next(iter(scores.values()))
+        for name, actual in scores.items():
+            loss = -actual[:-1].gather(1, piece[1:, None]).mean()
+            same = (expected.argmax(1) == actual.argmax(1)).float().mean()
+            kl = (expected.exp() * (expected - actual)).sum(1).mean()
+            sums[name] += torch.stack([loss, same, kl]) / len(pieces)
     return [
-        {"weights": name, "perplexity": math.exp(losses[name]), "same first choice": share, "KL": divergence}
-        for name, (share, divergence) in compared.items()
+        {"weights": name, "perplexity": math.exp(loss), "same first choice": same, "KL": kl}
+        for name, (loss, same, kl) in ((name, total.tolist()) for name, total in sums.items())
     ]
 
 

@@ -20,11 +20,12 @@ from tandem.engine.architecture import load_config, model_class, text_config
 from tandem.engine.attention.interface import LayerAttention
 from tandem.engine.kv_geometry import measure_kv
 from tandem.engine.products import inexact_parts
+from tandem.engine.quantization import QUANTIZED_DTYPES
 from tandem.engine.tensor_parallel.group import RankGroup
 from tandem.engine.tensor_parallel.layers import sum_experts
 from tandem.engine.tensor_parallel.loading import check_config, check_heads
 from tandem.engine.text_part import dropping_idle_parts
-from tandem.engine.weights import load_weights
+from tandem.engine.weights import load_weights, quantization_settings
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 
@@ -113,8 +114,8 @@ def load_model(
     """
     folder = Path(config.model)
     device = resolve_device(config.device, group)
-    if config.weights == "int8" and device.type != "cpu":
-        raise ConfigError("weights=int8 has kernels for CPUs only; use a quantized checkpoint on a GPU")
+    if config.weights == "fp8" and device.type == "cpu":
+        raise ConfigError("weights=fp8 has kernels for GPUs only; use weights=int8 on a CPU")
     if config.exact == "on" and device.type != "cpu" and group is not None:
         raise ConfigError("exact=on is for one GPU a worker: sums between GPUs are in NCCL's order; leave it off")
     disable_progress_bar()  # a worker has no terminal
@@ -124,7 +125,10 @@ def load_model(
     dtype = resolve_dtype(config.dtype, model_config, device)
     if group is not None:
         check_config(config.model, text, group.size)
-    module = load_weights(folder, model_type, model_config, dtype, device, group)
+    # What is rounded here is read where it has room: a GPU gets it layer by layer.
+    is_rounded = config.weights != "as-loaded" and group is None and not quantization_settings(model_config)
+    reads_to = torch.device("cpu") if is_rounded else device
+    module = load_weights(folder, model_type, model_config, dtype, reads_to, group)
     join(device)
     with dropping_idle_parts(module):
         kv = measure_kv(module)
@@ -151,7 +155,7 @@ def load_model(
         revision=model_revision(folder),
         attentions=kv.attentions,
         kernels=kernels,
-        is_exact=not parts,
+        is_exact=not parts and (device.type == "cpu" or config.exact == "on"),
         attention=_attention_identity(text),
         num_ranks=1 if group is None else group.size,
     )
@@ -159,6 +163,7 @@ def load_model(
 
 def _use_kernels(module: nn.Module, device: torch.device, dtype: torch.dtype, config: EngineConfig) -> str:
     """Replace parts of the model with kernels for the device. Returns their name."""
+    suffix = "" if config.weights == "as-loaded" else f" {config.weights}"
     if device.type == "cpu":
         from tandem.engine.cpu import optimize as for_cpu
         from tandem.engine.cpu.kinds import kernels_of
@@ -167,19 +172,23 @@ def _use_kernels(module: nn.Module, device: torch.device, dtype: torch.dtype, co
         for_cpu.optimize(module, is_int8=config.weights == "int8")
         _leave_weight_files(module)
         use_native_layers(module)
-        return kernels_of(dtype) + (" int8" if config.weights == "int8" else "")
+        return kernels_of(dtype) + suffix
     is_exact = config.exact == "on"
     if find_spec("triton") is None:
-        if is_exact:
-            raise ConfigError("exact=on needs Triton's kernels on a GPU: install triton, or leave it off")
+        if is_exact or suffix:
+            setting = "exact=on" if is_exact else f"weights={config.weights}"
+            raise ConfigError(f"{setting} needs Triton's kernels on a GPU: install triton, or leave it off")
         return device.type
     from tandem.engine.gpu import optimize as for_gpu
 
-    for_gpu.optimize(module, is_exact=is_exact)
+    if suffix:
+        for_gpu.quantize_products(module, QUANTIZED_DTYPES[config.weights], device, is_exact=is_exact)
+    else:
+        for_gpu.optimize(module, is_exact=is_exact)
     if not is_exact:
-        return f"{device.type} fused"
+        return f"{device.type} fused{suffix}"
     major, minor = torch.cuda.get_device_capability(device)  # others may multiply by other instructions
-    return f"{device.type} exact {major}.{minor}"
+    return f"{device.type} exact {major}.{minor}{suffix}"
 
 
 def _leave_weight_files(module: nn.Module) -> None:

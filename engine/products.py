@@ -34,14 +34,14 @@ def replace_products(model: nn.Module, kernels: Kernels, make: MakeProduct, make
     of experts.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    for module in list(model.modules()):
+    for module in model.modules():  # not a list, which would keep the replaced ones in memory
         replace_parts(module, kernels, make)
         _replace_experts(module, make)
         _replace_router(module, make_small)
-    for module in list(model.modules()):
+    for module in model.modules():
         for name, child in list(module.named_children()):
             if is_plain(child):
-                setattr(module, name, make_small([child]) if child is head else make([child]))
+                setattr(module, name, make_small([child]) if head in (child, module) else make([child]))
             elif type(child) is Conv1D:
                 weight, bias = cast(Tensor, child.weight), cast(Tensor, child.bias)
                 setattr(module, name, make([_as_linear(weight.t(), bias)]))

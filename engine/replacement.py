@@ -86,6 +86,8 @@ def replace_norm(module: nn.Module, kernels: Kernels) -> None:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or epsilon is None:
         return
+    if "forward" in vars(module):  # ours already
+        return
     if weight.dim() != 1 or weight.numel() < 2:  # emptied by `text_part`, or one factor for rows of any width
         return
     forward = RmsNorm(weight.detach().clone(), float(epsilon), module.forward, kernels.rms_norm)

@@ -112,14 +112,18 @@ def _cast_dequantized(module: PreTrainedModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def quantization_settings(config: Any) -> Any:
+    """How a checkpoint is quantized, or None."""
+    of_text = config.get_text_config(decoder=True)
+    return getattr(config, "quantization_config", None) or getattr(of_text, "quantization_config", None)
+
+
 def _quantization(folder: Path, config: Any, device: torch.device) -> str | None:
     """The checkpoint's quantization method. Raises ConfigError for one that transformers would ignore.
 
     Methods whose quantized products this engine has no use for are set to give plain weights.
     """
-    settings = getattr(config, "quantization_config", None) or getattr(
-        config.get_text_config(decoder=True), "quantization_config", None
-    )
+    settings = quantization_settings(config)
     if not settings:
         return None
     method = settings.get("quant_method")

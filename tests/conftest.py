@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tandem.runtime.signals import restore_child_signals
+from tests.support.device import prepare_device, skip_what_needs_a_cpu
 
 if TYPE_CHECKING:
     from tandem.text.tokenizer import Tokenizer
@@ -40,6 +41,14 @@ restore_child_signals()  # tests stop what they start with SIGINT, and may thems
 def pytest_xdist_auto_num_workers() -> int:
     """One process more than cores, for `-n logical`: tests spend much of their time waiting for something."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_configure() -> None:
+    prepare_device()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    skip_what_needs_a_cpu(item)
 
 
 def pytest_collection_finish() -> None:

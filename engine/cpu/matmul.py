@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.engine.cpu.kinds import kind_for
 from tandem.engine.cpu.library import check, load_kernels
+from tandem.engine.quantization import quantize
 from tandem.runtime import large_pages
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -63,7 +64,7 @@ class PackedWeight:
         self.kind = kind_for(weight.dtype)
         self.scales: Tensor | None = None
         if is_int8:
-            weight, self.scales = quantize(weight)
+            weight, self.scales = quantize(weight, torch.int8)
         weight = weight.contiguous()
         size = _kernels().tandem_matmul_packed_elements(num_columns, depth)
         self.packed = _memory.take(size, weight.dtype)
@@ -96,14 +97,6 @@ class PackedWeight:
         )
         check(status, "a product")
         return out.view(*x.shape[:-1], num_columns)
-
-
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [N, K] as int8 [N, K] and float32 scales [N]: symmetric, so that the largest of a row becomes 127."""
-    weight = weight.detach().float()
-    scales = weight.abs().amax(1) / 127
-    steps = weight / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
-    return steps.round().to(torch.int8), scales
 
 
 def _is_bfloat16(x: Tensor) -> int:

@@ -15,16 +15,28 @@ def product(a, b):
     return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype).to(tl.float32)
 
 
+@triton.jit
+def e4m3_over_256(bits):
+    """Numbers of e4m3 from their bytes, as int8, divided by 256: exact. Ampere has no instruction that converts them.
+
+    float16 has the same fields with one more bit of exponent, at the top, whose bias is 8 more.
+    """
+    return ((bits.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True)  # without the second copy of the sign
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     x,  # [num_rows, IN], strided
     weight,  # [num_out, IN], contiguous
+    scales,  # [num_out], float32, if HAS_SCALES
     bias,  # [num_out], if HAS_BIAS
     out,  # [num_rows, num_out], contiguous
     num_rows,
     num_out,
     x_stride,
     IN: tl.constexpr,
+    HAS_SCALES: tl.constexpr,  # of a weight in 8 bits
+    IS_FP8: tl.constexpr,  # and whether its bytes are e4m3
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -34,6 +46,7 @@ def multiply(
     """Program (tile of rows, tile of columns) sums over IN in steps of DEPTH, from the first one on, in float32.
 
     Tiles are whole whatever the number of rows is, so each element is the result of the same operations in one order.
+    A weight in 8 bits becomes the type of x, exactly, and the sum is scaled.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -44,9 +57,15 @@ def multiply(
         a = tl.load(x + rows * x_stride + depth[None, :], mask=of_x, other=0.0)
         of_weight = (columns < num_out) & (depth[:, None] < IN)
         b = tl.load(weight + columns * IN + depth[:, None], mask=of_weight, other=0.0)
+        if IS_FP8:
+            b = e4m3_over_256(b)
+        b = b.to(tl.float32) if CAST else b.to(a.dtype)
         if CAST:
-            a, b = a.to(tl.float32), b.to(tl.float32)
+            a = a.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision="ieee")
+    if HAS_SCALES:
+        scale = tl.load(scales + columns, mask=columns < num_out, other=0.0)
+        acc *= scale * 256 if IS_FP8 else scale
     if HAS_BIAS:
         acc += tl.load(bias + columns, mask=columns < num_out, other=0.0).to(tl.float32)
     mask = (rows < num_rows) & (columns < num_out)

@@ -11,6 +11,7 @@ from triton.knobs import runtime
 
 from tandem.engine.attention.triton import power_of_two
 from tandem.engine.gpu import kernels
+from tandem.engine.quantization import quantize
 from tandem.engine.replacement import Kernels
 
 _BLOCK = 1024  # columns of one program, of a gated MLP
@@ -38,18 +39,23 @@ def narrow_tile(out_features: int, dtype: torch.dtype) -> ProductTile:
     return ProductTile(_FEW_ROWS, 32 if out_features <= 8192 else 64, 64, 4, 4)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] times weight [out, in], contiguous: [..., out]. A row's bits do not depend on the other rows."""
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
+    """x [..., in] times weight [out, in], contiguous: [..., out]. A row's bits do not depend on the other rows.
+
+    A weight of int8 or float8_e4m3fn has `scales` [out], float32: see `quantize`.
+    """
     assert weight.is_contiguous(), "the kernel reads whole rows of weights"
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    is_wide = rows.shape[0] > _FEW_ROWS and wide_tile_agrees(*weight.shape, x.dtype, x.device)
+    is_wide = rows.shape[0] > _FEW_ROWS and wide_tile_agrees(*weight.shape, x.dtype, weight.dtype, x.device)
     tile = WIDE_TILE if is_wide else narrow_tile(weight.shape[0], x.dtype)
-    return _multiply(rows, weight, bias, tile).view(*x.shape[:-1], weight.shape[0])
+    return _multiply(rows, weight, scales, bias, tile).view(*x.shape[:-1], weight.shape[0])
 
 
 @functools.cache
-def wide_tile_agrees(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> bool:
+def wide_tile_agrees(
+    num_out: int, num_in: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> bool:
     """Whether larger tiles, which prompts take less time with, give the same bits here: seen from a random product.
 
     They do where the device multiplies both by the same instructions. Answers do not depend on it, only time does.
@@ -59,20 +65,26 @@ def wide_tile_agrees(num_out: int, num_in: int, dtype: torch.dtype, device: torc
     generator = torch.Generator().manual_seed(0)
     sizes = 2 * WIDE_TILE.rows, min(num_out, 2 * WIDE_TILE.columns)
     x, weight = (torch.randn(size, num_in, generator=generator).to(device, dtype) for size in sizes)
-    narrow = _multiply(x, weight, None, narrow_tile(num_out, dtype))
-    return torch.equal(_multiply(x, weight, None, WIDE_TILE), narrow)
+    scales = None
+    if weight_dtype is not dtype:
+        weight, scales = quantize(weight, weight_dtype)
+    narrow = _multiply(x, weight, scales, None, narrow_tile(num_out, dtype))
+    return torch.equal(_multiply(x, weight, scales, None, WIDE_TILE), narrow)
 
 
-def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tile: ProductTile) -> Tensor:
+def _multiply(rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, tile: ProductTile) -> Tensor:
     num_out, num_in = weight.shape
     out = torch.empty(rows.shape[0], num_out, dtype=rows.dtype, device=rows.device)
     grid = (-(-rows.shape[0] // tile.rows), -(-num_out // tile.columns))
-    shape = {"IN": num_in, "HAS_BIAS": bias is not None}
+    is_fp8 = weight.dtype is torch.float8_e4m3fn
+    weight = weight.view(torch.int8) if is_fp8 else weight
+    shape = {"IN": num_in, "HAS_SCALES": scales is not None, "IS_FP8": is_fp8, "HAS_BIAS": bias is not None}
     shape |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
     cast = bool(runtime.interpret) and rows.dtype is torch.bfloat16
     options = {"CAST": cast, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    given = weight if bias is None else bias
-    kernels.multiply[grid](rows, weight, given, out, rows.shape[0], num_out, rows.stride(0), **shape, **options)
+    factors, added = (weight if given is None else given for given in (scales, bias))
+    strides = (rows.shape[0], num_out, rows.stride(0))
+    kernels.multiply[grid](rows, weight, factors, added, out, *strides, **shape, **options)
     return out
 
 

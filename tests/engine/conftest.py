@@ -10,10 +10,11 @@ import torch
 
 from tandem.engine.cpu.kinds import VARIABLE, kernel_kinds
 from tandem.engine.engine import Engine
+from tandem.engine.graphs import recorder
 from tandem.engine.graphs.capture import MakeRecorder
-from tandem.engine.graphs.recorder import make_recorder
 from tandem.protocol.config import EngineConfig
 from tests.support.architectures import SERVED, WRAPPERS, save_model
+from tests.support.device import DEVICE
 from tests.support.plain_pack import check_packing
 from tests.support.tiny_llama import save_tiny_text_model
 
@@ -60,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def build_engine(model_folder: Callable[[str], Path]) -> BuildEngine:
-    """Makes an engine on the CPU whose pool has exactly `num_blocks`. None: many, which takes half the time.
+    """Makes an engine on `DEVICE` whose pool has exactly `num_blocks`. None: many, which takes half the time.
 
     Each batch that it packs is compared with what its chunks say.
     """
@@ -71,11 +72,12 @@ def build_engine(model_folder: Callable[[str], Path]) -> BuildEngine:
         *,
         num_blocks: int | None = 200,
         dtype: str = "float32",
-        make_recorder: MakeRecorder = make_recorder,
+        make_recorder: MakeRecorder = recorder.make_recorder,
         **settings: Any,
     ) -> Engine:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "model": str(model_folder(name)), **settings}
-        large = EngineConfig(dtype=dtype, device="cpu", pool_bytes=64 << 20, **options)
+        device = DEVICE if make_recorder is recorder.make_recorder else "cpu"  # those of tests record a CPU's work
+        large = EngineConfig(dtype=dtype, device=device, pool_bytes=64 << 20, **options)
         if num_blocks is None:
             return check_packing(Engine(large, make_recorder=make_recorder))
         kind = (name, dtype, settings.get("block_size"))

@@ -46,6 +46,7 @@ def finish(engine: Engine) -> None:
     raise AssertionError("the engine does not come to an end")
 
 
+@pytest.mark.cpu_engine("the late device computes on one")
 def test_few_steps_are_launched_ahead(build_engine: BuildEngine) -> None:
     engine = build_engine(max_num_batched_tokens=16)
     device = LateDevice(engine, 0)
@@ -57,6 +58,7 @@ def test_few_steps_are_launched_ahead(build_engine: BuildEngine) -> None:
     assert engine.has_work
 
 
+@pytest.mark.cpu_engine("the late device computes on one")
 def test_a_prompt_that_fails_half_way_ends_alone(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(max_num_batched_tokens=16)
     LateDevice(engine, 0)

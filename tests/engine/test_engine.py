@@ -20,8 +20,10 @@ from tandem.protocol.sampling import SamplingParams
 from tests.engine.conftest import BuildEngine
 from tests.support.answers import Expects
 from tests.support.architectures import EOS, LONGROPE, REFUSED, SERVED, VOCAB, WRAPPERS, load_plain, save_model
+from tests.support.device import IS_GPU
 
 EDGE_LENGTHS = (1, 15, 16, 17, 33, 60)
+GEMMA4 = pytest.param("gemma4", marks=pytest.mark.cpu_engine("its heads are wider than kernels of GPUs take"))
 EXACT = ("llama", "gemma2", "phi3", "gpt2", "mixtral", "qwen3_moe")
 
 
@@ -42,7 +44,9 @@ def add(engine: Engine, name: str, prompt: list[int], phase: Phase = Phase.WHOLE
 
 def drain(engine: Engine) -> None:
     while engine.has_work:
-        assert engine.step(), "stuck"
+        if not engine.step():  # a GPU is not done when the call returns
+            assert IS_GPU, "stuck"
+            engine.stream.wait(engine.stream.record())
         engine.check_integrity()
 
 
@@ -63,7 +67,7 @@ def prompt_kv(engine: Engine, blocks: list[int], num_tokens: int) -> Tensor:
     return engine.kv.read(blocks).permute(2, 3, 0, 4, 1, 5).flatten(2, 3)[:, :, :num_tokens]
 
 
-@pytest.mark.parametrize("name", [*SERVED, *WRAPPERS])
+@pytest.mark.parametrize("name", [*(one for one in SERVED if one != "gemma4"), GEMMA4, *WRAPPERS])
 def test_greedy_tokens_equal_transformers(
     name: str, build_engine: BuildEngine, model_folder: Callable[[str], Path]
 ) -> None:
@@ -147,6 +151,7 @@ def tokens_and_kv(engine: Engine, prompts: list[list[int]]) -> dict[int, tuple[l
     return {i: (output(sequence), held[str(i)]) for i, sequence in enumerate(sequences)}
 
 
+@pytest.mark.exact_bits("the same tokens are computed beside others")
 @pytest.mark.parametrize(
     ("name", "dtype", "weights"),
     [
@@ -171,6 +176,7 @@ def test_batch_and_chunks_change_neither_tokens_nor_kv(
             assert torch.equal(found[i][1], kv), f"KV of the prompt of {len(prompt)}, budget {budget}"
 
 
+@pytest.mark.exact_bits("the same tokens are computed beside others")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("length", [16, 17, 32, 33, 60])
 def test_a_prefix_hit_gives_what_no_hit_gives(length: int, dtype: str, build_engine: BuildEngine) -> None:
@@ -202,6 +208,7 @@ def test_tenants_do_not_share_a_prefix(build_engine: BuildEngine) -> None:
     engine.check_integrity(idle=True)
 
 
+@pytest.mark.exact_bits("the same tokens are computed beside others")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_preemption_changes_nothing(dtype: str, temperature: float, build_engine: BuildEngine) -> None:
@@ -214,6 +221,7 @@ def test_preemption_changes_nothing(dtype: str, temperature: float, build_engine
     assert outputs == generate(build_engine(dtype=dtype), prompts, **options)
 
 
+@pytest.mark.exact_bits("the same tokens are computed beside others")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_being_overtaken_changes_nothing(dtype: str, build_engine: BuildEngine) -> None:
     prompts = [make_prompt(length, seed=6) for length in (60, 33, 47)]
@@ -231,6 +239,7 @@ def test_being_overtaken_changes_nothing(dtype: str, build_engine: BuildEngine) 
     assert [output(sequence) for sequence in sequences] == alone
 
 
+@pytest.mark.exact_bits("the same tokens are computed beside others")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("length", EDGE_LENGTHS)
 def test_received_blocks_continue_exactly(length: int, dtype: str, build_engine: BuildEngine) -> None:
@@ -316,6 +325,7 @@ def test_eos_ends_unless_ignored_or_too_early(
     assert sequence.finish_reason is (FinishReason.LENGTH if ignore_eos else FinishReason.STOP)
 
 
+@pytest.mark.cpu_engine("each step has its results when it returns")
 def test_a_step_tells_what_it_did(build_engine: BuildEngine) -> None:
     engine = build_engine(max_num_batched_tokens=24)
     add(engine, "a", make_prompt(10))
@@ -355,6 +365,7 @@ def run_out(engine: Engine) -> list[SequenceFailure]:
     return failures
 
 
+@pytest.mark.cpu_engine("each step has its results when it returns")
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("where", ["forward", "sampling", "advancing", "appending"])
 def test_a_sequence_that_raises_ends_alone(
@@ -394,6 +405,7 @@ def test_a_sequence_that_raises_ends_alone(
     assert [output(sequence) for sequence in good] == generate(build_engine(), prompts)
 
 
+@pytest.mark.cpu_engine("each step has its results when it returns")
 def test_failures_of_all_in_turn_are_the_engines(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine()
     run = engine.runner.run

@@ -24,7 +24,7 @@ from tests.engine.test_structured_output import make_engine
 from tests.support.late_device import LateDevice
 from tests.support.structured_requests import FORCING, GRAMMARS, lark_grammar, random_sampling
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.exact_bits("a forced run is one step of several tokens")]
 
 VOCAB_SIZE = 300
 Answer = tuple[list[int], FinishReason | None, list[SequenceOutput]]

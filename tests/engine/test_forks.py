@@ -96,6 +96,7 @@ def separate(engine: Engine, prompt: list[int], num_answers: int, **sampling: An
     return facts(told)
 
 
+@pytest.mark.exact_bits("the same tokens are computed beside others")
 @pytest.mark.parametrize(
     ("length", "fields"),
     [
@@ -138,6 +139,7 @@ def test_many_answers_while_the_pool_is_full(build_engine: BuildEngine) -> None:
     assert found == separate(build_engine(), prompt, 12, max_tokens=60)
 
 
+@pytest.mark.cpu_engine("each step has its results when it returns")
 @pytest.mark.parametrize(("num_prompt", "num_output"), [(10, 3), (16, 40), (40, 24), (40, 25), (64, 1), (65, 20)])
 def test_what_forks_share_is_stored_once(num_prompt: int, num_output: int, build_engine: BuildEngine) -> None:
     engine = build_engine()
@@ -152,6 +154,7 @@ def test_what_forks_share_is_stored_once(num_prompt: int, num_output: int, build
     drain(engine, told)
 
 
+@pytest.mark.cpu_engine("each step has its results when it returns")
 def test_the_prompt_is_computed_once(build_engine: BuildEngine) -> None:
     engine = build_engine()
     add_forked(engine, make_prompt(60), 8)
@@ -161,6 +164,7 @@ def test_the_prompt_is_computed_once(build_engine: BuildEngine) -> None:
     drain(engine, {output.sequence.request_id: [output] for output in result.outputs})
 
 
+@pytest.mark.exact_bits("nothing is drafted without")
 def test_what_drafts_are_looked_for_in_is_stored_once(build_engine: BuildEngine) -> None:
     engine, prediction = build_engine(speculate="8"), tuple(make_prompt(500))
     sequence = add_forked(engine, make_prompt(400), 6, max_tokens=40, prediction=prediction)
@@ -216,6 +220,7 @@ def test_an_answer_that_ends_at_once_ends_alone(build_engine: BuildEngine) -> No
     assert found == separate(build_engine(), prompt, 8, stop_token_ids=(stop,))
 
 
+@pytest.mark.cpu_engine("each step has its results when it returns")
 def test_a_failing_prompt_fails_with_its_forks(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine()
     run = engine.runner.run
@@ -248,6 +253,7 @@ def test_a_prompt_that_is_handed_over_gives_a_token_for_each_fork(build_engine: 
     engine.check_integrity(idle=True)
 
 
+@pytest.mark.cpu_engine("each step has its results when it returns")
 def test_other_requests_leave_room_for_the_forks_of_a_prompt(build_engine: BuildEngine) -> None:
     engine = build_engine(num_blocks=40, max_num_seqs=4)
     engine.scheduler.admission.lengths = Expects(100)

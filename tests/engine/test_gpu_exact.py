@@ -15,9 +15,10 @@ pytest.importorskip("triton")
 from tandem.engine import loader, model_check
 from tandem.engine.engine import Engine
 from tandem.engine.gpu import ops
-from tandem.engine.gpu.optimize import ExactLinear, optimize
+from tandem.engine.gpu.optimize import ExactLinear, optimize, quantize_products
 from tandem.engine.model_check import has_independent_rows
 from tandem.engine.products import inexact_parts
+from tandem.engine.quantization import QUANTIZED_DTYPES
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 from tests.engine.conftest import BuildEngine
@@ -73,7 +74,7 @@ def test_wide_tiles_are_compared_with_those_that_a_product_of_this_width_uses(
 ) -> None:
     used = []
     monkeypatch.setattr(ops, "_multiply", lambda rows, *rest: used.append(rest[-1]) or rows)
-    assert ops.wide_tile_agrees.__wrapped__(num_out, 16, torch.bfloat16, torch.device(DEVICE))
+    assert ops.wide_tile_agrees.__wrapped__(num_out, 16, torch.bfloat16, torch.bfloat16, torch.device(DEVICE))
     assert set(used) == {ops.narrow_tile(num_out, torch.bfloat16), ops.WIDE_TILE}
 
 
@@ -139,10 +140,20 @@ def test_what_cannot_be_exact_is_refused_by_name(
 @pytest.mark.cluster  # much to interpret
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(DEVICE != "cpu", reason="`make gpu-check` has it")
+@pytest.mark.parametrize(
+    "weights", ["as-loaded", *(pytest.param(kind, marks=pytest.mark.slow) for kind in QUANTIZED_DTYPES)]
+)
 def test_tokens_of_an_engine_depend_on_nothing_beside_them(
-    build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+    weights: str, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "_use_kernels", lambda module, *_: optimize(module, is_exact=True) and "exact")
+    def use_kernels(module: nn.Module, *_: Any) -> str:
+        if weights == "as-loaded":
+            optimize(module, is_exact=True)
+        else:
+            quantize_products(module, QUANTIZED_DTYPES[weights], torch.device("cpu"), is_exact=True)
+        return "exact"
+
+    monkeypatch.setattr(loader, "_use_kernels", use_kernels)
     prompts = [[5, 6, 7] * 4, *(make_prompt(length) for length in (1, 20))]
     monkeypatch.setattr(model_check, "has_independent_rows", lambda *_: True)  # it takes long to interpret
     options: dict[str, Any] = {"dtype": "bfloat16"}

@@ -96,6 +96,7 @@ def not_for_decoding(engine: Engine) -> Any:
     return check
 
 
+@pytest.mark.exact_bits("rows are computed beside others")
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8])
 def test_rows_that_fill_a_batch_change_nothing_but_the_scratch_block(
     num_rows: int, build_engine: BuildEngine, build_graphed: BuildEngine
@@ -125,6 +126,7 @@ def test_the_block_pool_never_gives_out_the_scratch_block(build_graphed: BuildEn
     assert engine.kv.num_blocks == 10
 
 
+@pytest.mark.exact_bits("rows are computed beside others")
 def test_steps_that_are_launched_ahead_do_not_disturb_each_other(
     build_engine: BuildEngine, build_graphed: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

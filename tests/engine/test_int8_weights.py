@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tandem.engine.cpu.packed_linear import PackedLinear
-from tandem.engine.loader import load_model
-from tandem.protocol.config import EngineConfig
-from tandem.protocol.errors import ConfigError
 from tests.engine.conftest import BuildEngine
+from tests.engine.test_tensor_parallel import two_ranks
+
+pytestmark = pytest.mark.cpu_engine("its packed weights are looked at")
 
 
 def test_all_but_the_logits_are_rounded_and_blocks_are_never_shared(build_engine: BuildEngine) -> None:
@@ -23,7 +23,7 @@ def test_all_but_the_logits_are_rounded_and_blocks_are_never_shared(build_engine
     assert {layer.self_attn.o_proj.packed.packed.dtype for layer in layers} == {torch.int8}
 
 
-def test_int8_weights_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.engine.loader.resolve_device", lambda *_: torch.device("cuda"))
-    with pytest.raises(ConfigError, match="weights=int8 has kernels for CPUs only"):
-        load_model(EngineConfig(model="/somewhere", device="cuda", weights="int8"))
+@pytest.mark.cluster
+def test_the_logits_of_two_ranks_are_not_rounded_either(build_engine: BuildEngine) -> None:
+    with two_ranks(build_engine, weights="int8") as engine:
+        assert engine.model.module.lm_head.linear.packed.scales is None

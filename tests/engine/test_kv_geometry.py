@@ -47,12 +47,14 @@ def test_attention_is_paged_again_afterwards(llama: Any) -> None:
         llama(torch.zeros(1, 1, dtype=torch.long))
 
 
+@pytest.mark.cpu_engine("its layers are one call, which is looked into")
 def test_a_layer_that_attends_twice_is_refused(llama: Any) -> None:
     llama.model.layers[0].layers[1].self_attn.layer_idx = 0
     with pytest.raises(ConfigError, match=r"attends in layers \[0, 0, 2\]"):
         measure_kv(llama)
 
 
+@pytest.mark.cpu_engine("its layers are one call, which is looked into")
 def test_a_layer_that_sees_later_tokens_is_refused(llama: Any) -> None:
     llama.model.layers[0].layers[1].self_attn.is_causal = False
     with pytest.raises(ConfigError, match="LlamaAttention attends to later tokens"):

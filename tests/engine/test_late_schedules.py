@@ -26,7 +26,7 @@ from tests.support.forking import fork_sequence
 from tests.support.late_device import LateDevice
 from tests.support.recorded_graph import HostGraphRecorder, patch_kernels
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.cpu_engine("the late device computes on one")]
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_STEPS = 12, 16, 2000
 FOREIGN = -777.0  # what peers write

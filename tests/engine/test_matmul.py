@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from tandem.engine.cpu import library, matmul
 from tandem.engine.cpu.kinds import VARIABLE, kernel_kind, kernel_kinds, kernels_of
-from tandem.engine.cpu.matmul import PackedWeight, _WeightMemory, quantize
+from tandem.engine.cpu.matmul import PackedWeight, _WeightMemory
+from tandem.engine.quantization import quantize
 from tandem.protocol.errors import ConfigError
 from tandem.runtime import large_pages
 
@@ -120,7 +121,7 @@ def test_blocks_are_told_apart_by_the_kernels_that_computed_them(monkeypatch: py
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_weights_are_those_of_their_scales(shape: tuple[int, int], cpu_dtype: torch.dtype) -> None:
     x, weight, bias = make_operands(shape, 150, cpu_dtype)
-    steps, scales = quantize(weight)
+    steps, scales = quantize(weight, torch.int8)
     assert int(steps.abs().max()) == 127
     actual = PackedWeight(weight, is_int8=True).multiply(x, bias)
     expected = (x.double() @ steps.double().t() * scales + bias).to(cpu_dtype)

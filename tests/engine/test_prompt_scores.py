@@ -66,6 +66,7 @@ def test_scores_are_transformers_own(name: str, build_engine: BuildEngine, model
     engine.check_integrity(idle=True)
 
 
+@pytest.mark.exact_bits("the same rows are scored beside others")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_neither_batch_nor_chunks_nor_cached_blocks_change_a_score(dtype: str, build_engine: BuildEngine) -> None:
     prompts = [make_prompt(length, seed=5) for length in EDGE_LENGTHS]
@@ -113,6 +114,7 @@ def test_a_step_scores_no_more_than_its_bound(build_engine: BuildEngine, monkeyp
     assert sum(sizes) == 3 * 45 + 10
 
 
+@pytest.mark.exact_bits("the same rows are scored beside others")
 def test_a_preempted_prompt_keeps_its_scores_and_goes_on(build_engine: BuildEngine) -> None:
     prompt = make_prompt(60, seed=7)
     expected = alone(build_engine(), prompt)
@@ -136,6 +138,7 @@ def test_a_preempted_prompt_keeps_its_scores_and_goes_on(build_engine: BuildEngi
         engine.check_integrity(idle=True)
 
 
+@pytest.mark.cpu_engine("the late device computes on one")
 def test_memory_pressure_changes_no_score(build_engine: BuildEngine) -> None:
     source = random.Random(3)
     prompts = [make_prompt(source.randint(20, 90), seed=i) for i in range(12)]
@@ -152,6 +155,7 @@ def test_memory_pressure_changes_no_score(build_engine: BuildEngine) -> None:
     engine.check_integrity(idle=True)
 
 
+@pytest.mark.cpu_engine("ranks on one machine need a GPU each")
 def test_two_ranks_score_as_one(build_engine: BuildEngine) -> None:
     prompts = [make_prompt(length, seed=8) for length in (1, 17, 60)]
     expected = [alone(build_engine(), prompt) for prompt in prompts]

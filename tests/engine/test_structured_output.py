@@ -25,6 +25,7 @@ from tandem.protocol.config import EngineConfig
 from tandem.protocol.grammar import GrammarError, compile_probe
 from tandem.protocol.messages import FinishReason
 from tests.engine.test_engine import add, make_prompt, make_sampling, output
+from tests.support.device import DEVICE
 from tests.support.late_device import LateDevice
 from tests.support.plain_pack import check_packing
 from tests.support.store_world import Clock
@@ -66,7 +67,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 def make_engine(folder: Path, *, num_blocks: int = 200, **settings: Any) -> Engine:
     block_bytes = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # layers, K and V, tokens, heads, head_dim, float32
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK_SIZE, **settings}
-    options |= {"model": str(folder), "dtype": "float32", "device": "cpu"}
+    options |= {"model": str(folder), "dtype": "float32", "device": DEVICE}
     return check_packing(Engine(EngineConfig(pool_bytes=num_blocks * block_bytes, **options)))
 
 
@@ -184,6 +185,7 @@ def run_handoff(engine: Engine, sequence: Sequence) -> None:
     engine.check_integrity(idle=True)
 
 
+@pytest.mark.cpu_engine("the late device computes on one")
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_on_a_late_device_are_those_alone(engine: Engine, tokens_alone: list[list[int]], seed: int) -> None:
     LateDevice(engine, seed)

@@ -29,7 +29,7 @@ from tests.engine.test_engine import add, drain, generate, prompt_kv
 from tests.support.architectures import SERVED, WRAPPERS
 from tests.support.thread_ranks import thread_ranks
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.cpu_engine("ranks on one machine need a GPU each")]
 
 DEADLINE_S = 60.0
 

@@ -239,7 +239,8 @@ def test_steps_of_another_size_need_no_other_kernel(compiled: list[dict[str, Any
     attention = [(name, gpu) for name in KERNELS for gpu in (80, 80, 90, 90)]
     norms = [("rms_norm", gpu) for gpu in (80, 80, 90, 90)]  # of rows, and of heads
     others = [(name, gpu) for name in ("silu_multiply", "rotate") for gpu in (80, 90)]
-    products = [("multiply", gpu) for gpu in (80, 80, 80, 90, 90, 90)]  # few columns, more of them, and wide tiles
+    tiles, weights = 3, 3  # few columns, more of them, and wide tiles; of weights as loaded, int8 and fp8
+    products = [("multiply", gpu) for gpu in (80, 90) for _ in range(tiles * weights)]
     assert names == attention + norms + others + products
 
 

@@ -38,6 +38,7 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tandem.worker.kv import fetcher
 from tandem.worker.loop import Worker
+from tests.support.device import DEVICE
 from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.streams import Pulled
 from tests.support.tiny_llama import VOCAB_SIZE
@@ -72,7 +73,7 @@ def engine_config(model: Path, *, num_blocks: int = 256, block_size: int = BLOCK
     return EngineConfig(
         model=str(model),
         served_model_name="tiny",
-        device="cpu",
+        device=DEVICE,
         block_size=block_size,
         pool_bytes=num_blocks * BLOCK_BYTES * block_size // BLOCK_SIZE,
         **{"dtype": "float32", "num_threads": 1, "max_num_batched_tokens": 64, "max_num_seqs": 32} | fields,

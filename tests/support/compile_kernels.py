@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from tandem.engine.attention import triton_kernels
 from tandem.engine.attention.triton import TritonAttention, split_tokens
 from tandem.engine.gpu import kernels, ops
+from tandem.engine.quantization import QUANTIZED_DTYPES, quantize
 from tests.support.attention_case import Case
 
 _CAPABILITIES = (80, 90)  # the index is the device's number
@@ -77,13 +78,14 @@ def run_parts(device: int, dtype: torch.dtype) -> None:
 
 
 def run_products(device: int, dtype: torch.dtype) -> None:
-    """Launch exact products with both tiles, for several numbers of rows and columns."""
+    """Launch our products with both tiles, for several numbers of rows and columns, of each kind of weights."""
     driver.set_active(NoGpu(device))  # type: ignore[arg-type]
     for num_rows in (1, 16, 700):
         for num_out in (4096, 16_384):
             x, weight = torch.zeros(num_rows, 4096, dtype=dtype), torch.zeros(num_out, 4096, dtype=dtype)
-            for tile in (ops.narrow_tile(num_out, dtype), ops.WIDE_TILE):
-                ops._multiply(x, weight, None, tile)
+            for stored in ((weight, None), *(quantize(weight, one) for one in QUANTIZED_DTYPES.values())):
+                for tile in (ops.narrow_tile(num_out, dtype), ops.WIDE_TILE):
+                    ops._multiply(x, *stored, None, tile)
 
 
 if __name__ == "__main__":

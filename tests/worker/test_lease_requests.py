@@ -34,7 +34,7 @@ from tandem.protocol.messages import (
 from tandem.protocol.sampling import SamplingParams
 from tests.support.cluster_harness import BLOCK_SIZE, engine_config
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.cpu_engine("each step has its results when it returns")]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 STEP_TOKENS = 4 * BLOCK_SIZE

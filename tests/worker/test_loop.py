@@ -598,6 +598,7 @@ def test_a_call_between_two_turns_makes_nothing_late_that_lies_unread(long_steps
     long_steps.worker.peer_died(long_steps.peer)
 
 
+@pytest.mark.cpu_engine("the late device computes on one")
 def test_a_step_that_the_device_still_computes_counts_as_running(long_steps: LongSteps) -> None:
     worker = long_steps.worker
     device = LateDevice(worker.parts.engine, 0, share_done=0.0)
@@ -616,6 +617,7 @@ def test_a_step_that_the_device_still_computes_counts_as_running(long_steps: Lon
     assert worker.reporter.step_started == 0.0
 
 
+@pytest.mark.cpu_engine("each step has its results when it returns")
 def test_a_grant_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) -> None:
     peer = long_steps.peer
     grant = LeaseGrant(sender=peer, request_id="r", generation=1, first_block=0, block_ids=[0, 1], ttl_s=30.0)
@@ -627,6 +629,7 @@ def test_a_grant_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) 
     assert long_steps.worker.parts.prefill.num_open == 0, "delivered"
 
 
+@pytest.mark.cpu_engine("each step has its results when it returns")
 def test_a_heartbeat_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) -> None:
     worker, peer = long_steps.worker, long_steps.peer
     long_steps.coming += [long_steps.heartbeat(), LeaseRequest(sender=peer, request_id="r")]

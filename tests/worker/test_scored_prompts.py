@@ -20,6 +20,7 @@ COLOCATED = {"c": Role.COLOCATED}
 NUM_TOP = 3
 
 
+@pytest.mark.exact_bits("the same rows are scored beside others")
 @pytest.mark.parametrize("roles", [PAIR, COLOCATED], ids=["pair", "colocated"])
 async def test_scores_are_those_of_one_engine(tiny_model: Path, oracle: Oracle, roles: dict[str, Role]) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
@@ -39,6 +40,7 @@ async def test_scores_are_those_of_one_engine(tiny_model: Path, oracle: Oracle, 
         await cluster.becomes_idle()
 
 
+@pytest.mark.exact_bits("the same rows are scored beside others")
 async def test_a_prompt_that_is_computed_again_keeps_its_scores(tiny_model: Path, oracle: Oracle) -> None:
     transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 2.0}
     async with running_cluster(tiny_model, judge=garbling(), transfer=transfer) as cluster:

@@ -17,7 +17,11 @@ from tests.support.thread_ranks import thread_ranks
 from tests.support.waiting import eventually
 from tests.worker.kv.test_peer_reads import TWO, ask
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("patient")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.usefixtures("patient"),
+    pytest.mark.cpu_engine("ranks on one machine need a GPU each"),
+]
 
 RANKS = [(2, 1), (1, 2), (2, 2)]
 

@@ -311,6 +311,7 @@ def test_a_request_goes_before_a_prefetch(tiny_model: Path, tmp_path: Path, monk
     machine.close()
 
 
+@pytest.mark.cpu_engine("the late device computes on one")
 @pytest.mark.parametrize("target", [Prefetch.POOL, Prefetch.HOST])
 def test_a_prefetched_pin_is_used_once_the_device_has_it(tiny_model: Path, tmp_path: Path, target: Prefetch) -> None:
     tiers = replace(disk_and_host(tmp_path), disk_cache_codec="int8")

@@ -20,7 +20,7 @@ from tests.engine.test_forced_runs import answers
 from tests.engine.test_structured_output import make_engine
 from tests.support.structured_requests import random_sampling
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.exact_bits("nothing is drafted without")]
 
 VOCAB_SIZE = 300
 Request = dict[str, Any]

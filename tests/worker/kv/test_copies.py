@@ -89,7 +89,10 @@ def num_steps(cluster: Cluster) -> list[int]:
     return chunks
 
 
-@pytest.mark.parametrize("transport", ["in_process", "nixl", "nccl"])
+@pytest.mark.parametrize(
+    "transport",
+    ["in_process", "nixl", pytest.param("nccl", marks=pytest.mark.cpu_engine("two on one GPU cannot use NCCL"))],
+)
 async def test_a_copy_is_read_and_nothing_is_computed(tiny_model: Path, oracle: Oracle, transport: str) -> None:
     async with running_cluster(tiny_model, TWO, transfer={"transport": transport, "checksums": "all"}) as cluster:
         tokens = make_prompt(28)

@@ -143,6 +143,7 @@ async def test_most_of_a_pool_is_read_under_one_lease_after_another(tiny_model: 
         assert (await ask(cluster, "a", tokens)).num_cached_tokens < 10 * BLOCK_SIZE, "it has moved"
 
 
+@pytest.mark.cpu_engine("each step has its results when it returns")
 @pytest.mark.usefixtures("patient")
 async def test_a_read_moves_a_prefix_and_leaves_what_others_use(tiny_model: Path) -> None:
     rng = random.Random(7)

@@ -277,6 +277,7 @@ def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(tiny_model: P
     machine.close()
 
 
+@pytest.mark.cpu_engine("each step has its results when it returns")
 def test_a_received_prompt_goes_down_slowly(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or its next token would be late."""
     monkeypatch.setattr("tandem.worker.kv.offload._BATCH_BYTES", 2 * BLOCK_BYTES)
@@ -300,6 +301,7 @@ def test_a_received_prompt_goes_down_slowly(tiny_model: Path, tmp_path: Path, mo
     machine.close()
 
 
+@pytest.mark.cpu_engine("the late device computes on one")
 def test_loaded_blocks_are_published_once_the_device_has_them(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
