@@ -195,7 +195,7 @@ def _be_busy(_: Connection) -> None:
 @contextlib.contextmanager
 def without_graphs(engine: Engine) -> Iterator[None]:
     """Launch each kernel of a step by itself."""
-    graphs, engine.runner.graphs = engine.runner.graphs, None
+    graphs, engine.runner.graphs = engine.runner.graphs, ()
     yield
     engine.runner.graphs = graphs
 

@@ -98,7 +98,7 @@ def test_a_model_whose_rows_depend_on_each_other_is_refused(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(EngineConfig(model=str(model_folder("llama")), device="cpu", pool_bytes=1 << 20))
-    model, backend = engine.model, engine.runner._backend
+    model, backend = engine.model, engine.runner.backend
     check_exactness(model, backend, 16)
     original = model.module.lm_head.forward
     noisy = lambda x: original(x) * (1 + 1e-6 * x.shape[-2])  # noqa: E731

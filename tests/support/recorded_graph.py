@@ -7,7 +7,8 @@ garbage. Work that reads a value on the host is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -124,21 +125,31 @@ class HostGraphRecorder(GraphRecorder):
         self.graphs: list[HostGraph] = []
 
     @override
-    def record(self, function: Callable[[], object]) -> DeviceGraph:
+    def record(self, function: Callable[[], object]) -> list[DeviceGraph]:
         function()
-        graph = HostGraph()
-        with graph:
+        first = len(self.graphs)
+        with ExitStack() as self._recording:
+            self._begin()
             function()
-        self.graphs.append(graph)
-        return graph
+        return [*self.graphs[first:]]
+
+    @override
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if HostGraph.current is not None:
+            self._recording.close()
+            self._begin()
+        return list(tensors)  # graphs keep all that they made
+
+    def _begin(self) -> None:
+        self.graphs.append(self._recording.enter_context(HostGraph()))
 
     @override
     def trim(self) -> int:
         return 0
 
     @override
-    def graph_bytes(self) -> int:
-        return 1
+    def graph_bytes(self, num_graphs: int) -> int:
+        return num_graphs
 
 
 def patch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
