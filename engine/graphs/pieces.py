@@ -28,7 +28,7 @@ _MOST_TOKENS = 512  # larger steps take a GPU longer than their launches take th
 
 
 def token_counts(max_num_batched_tokens: int) -> list[int]:
-    """The numbers of tokens to record, ascending. From 64 on products compute tiles of 64 rows, so few rows are wasted."""
+    """The numbers of tokens to record, ascending. Products compute tiles of 64 rows or more, so few rows are wasted."""
     most = min(max_num_batched_tokens, _MOST_TOKENS)
     return sorted(size for size in {8, 16, 32, *range(64, most, 64), most} if size <= most)
 

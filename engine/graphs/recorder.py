@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from tandem.protocol.errors import ConfigError
 
-# What CUDA keeps for one graph of some hundred kernels, beside its tensors: an allowance. On an H100 it was 2.3 to 4.7 MB.
+# What CUDA keeps for a graph of some hundred kernels, beside its tensors: an allowance. An H100 took 2.3 to 4.7 MB.
 _GRAPH_BYTES = 8 << 20
 _PIECE_BYTES = 256 << 10  # and for each further graph over which the kernels are divided: it was never measured
 

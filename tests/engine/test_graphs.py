@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tandem.engine.block_table import BlockTable
 from tandem.engine.engine import Engine
-from tandem.engine.graphs.capture import plan_graphs
+from tandem.engine.graphs.capture import GraphPlan, plan_graphs
 from tandem.engine.graphs.decode import DecodeGraphs, batch_sizes
+from tandem.engine.graphs.pieces import PiecewiseGraphs
 from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable, _refusing_syncs
 from tandem.engine.model_check import row_errors, tolerance
 from tandem.engine.sequence import ScheduledChunk, Sequence
@@ -249,8 +250,10 @@ class Accountant(HostGraphRecorder):
 def test_the_memory_of_graphs_is_known_before_the_pool_is_made(build_engine: BuildEngine) -> None:
     engine = build_engine(max_num_seqs=5)
     arguments = engine.config, engine.model, engine.runner.backend
-    assert required_bytes(*arguments, lambda _: Accountant()) == 300 + 4 * 7
-    assert required_bytes(*arguments, lambda _: None) == 0
+    plan = plan_graphs(*arguments, lambda _: Accountant())
+    assert plan.sizes == {PiecewiseGraphs: [8, 16, 32, 64], DecodeGraphs: [1, 2, 4, 5]}
+    assert plan.num_bytes == (300 + 4 * 7) + (4 * 300 + 4 * 5)  # of the largest, and of each
+    assert plan_graphs(*arguments, lambda _: None) == GraphPlan(0, {})
 
 
 def test_graphs_can_be_switched_off(build_engine: BuildEngine) -> None:
@@ -263,7 +266,7 @@ def test_graphs_can_be_switched_off(build_engine: BuildEngine) -> None:
 def test_a_host_graph_repeats_work_and_no_code() -> None:
     source, target = torch.ones(3), torch.zeros(3)
     factor = 2.0
-    graph = HostGraphRecorder().record(lambda: target.copy_(source * factor))
+    [graph] = HostGraphRecorder().record(lambda: target.copy_(source * factor))
     factor = 100.0
     source.fill_(5.0)
     graph.replay()

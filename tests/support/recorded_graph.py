@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
@@ -95,6 +95,7 @@ class LateOperations(TorchDispatchMode):
         self._launched: list[Callable[[], object]] = []
         replay = HostGraph.replay
         monkeypatch.setattr(HostGraph, "replay", lambda graph: self._launched.append(lambda: replay(graph)))
+        patch_triton(monkeypatch, self._launched.append)
 
     def __torch_dispatch__(self, operation: Any, _: Any, arguments: tuple[Any, ...] = (), options: Any = None) -> Any:
         call = partial(operation, *arguments, **(options or {}))
@@ -152,6 +153,28 @@ class HostGraphRecorder(GraphRecorder):
         return num_graphs
 
 
+def patch_triton(monkeypatch: pytest.MonkeyPatch, take: Callable[[Callable[[], object]], object]) -> None:
+    """Hand launches of Triton's kernels to a function; the interpreter's own operations are nobody's business."""
+    interpreted = pytest.importorskip("triton.runtime.interpreter").InterpretedFunction
+    launch = interpreted.__getitem__
+
+    def handed(kernel: Any, grid: Any) -> Callable[..., object]:
+        def run(*arguments: Any, **options: Any) -> object:
+            with _disable_current_modes():
+                return launch(kernel, grid)(*arguments, **options)
+
+        return lambda *arguments, **options: take(partial(run, *arguments, **options))
+
+    monkeypatch.setattr(interpreted, "__getitem__", handed)
+
+
+def note_and_run(call: Callable[[], object]) -> object:
+    """Record a call, if work is recorded, and make it."""
+    if HostGraph.current is not None:
+        HostGraph.current.note(call)
+    return call()
+
+
 def patch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make engines that are built from now on tell the graph which C++ kernels they call."""
     for module in ("tandem.engine.cpu.ops", "tandem.engine.native_layers", "tandem.engine.attention.cpu"):
@@ -173,9 +196,7 @@ class _RecordingKernel:
         setattr(self._kernel, name, value)
 
     def __call__(self, *arguments: Any) -> Any:
-        if HostGraph.current is not None:
-            HostGraph.current.note(lambda: self._kernel(*arguments))
-        return self._kernel(*arguments)
+        return note_and_run(partial(self._kernel, *arguments))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
