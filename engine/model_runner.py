@@ -53,7 +53,7 @@ class PackedBatch(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """A packed batch on the device."""
+    """A packed batch on the device. There may be more rows than tokens in a step that was recorded."""
 
     input_ids: Tensor  # [1, T]
     positions: Tensor  # [1, T]
@@ -171,7 +171,7 @@ class ModelRunner:
     def load(self, batch: PackedBatch, inputs: Tensor | None = None) -> DeviceBatch:
         """Copy a batch to the device, behind the work launched so far.
 
-        `inputs` [2, T]: its input ids and positions, if they are there already.
+        `inputs`: rows of its input ids and positions, if they are there already.
         """
         load = self._to_device
         if inputs is None:

@@ -91,7 +91,6 @@ class PiecewiseGraph(StepGraph):
         forward = self._body.forward
 
         def compute_body(*arguments: Any, **options: Any) -> None:
-            self._attentions.clear()
             self._output = forward(*arguments, **options)
 
         def record_body(*arguments: Any, **options: Any) -> Any:
@@ -99,7 +98,8 @@ class PiecewiseGraph(StepGraph):
             return self._output
 
         def cut(attention: _Attention, _: StepContext) -> None:
-            self._attentions.append(attention._replace(rows=recorder.cut(attention.rows)))
+            if (rows := recorder.cut(attention.rows)) is not None:
+                self._attentions.append(attention._replace(rows=rows))
 
         assert self.batch.logit_rows is not None
         one_row = self.batch._replace(logit_rows=self.batch.logit_rows[:1])

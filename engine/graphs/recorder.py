@@ -49,8 +49,8 @@ class GraphRecorder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Called by a recorded function: end its graph, and begin the next one.
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Called by a recorded function: end its graph, and begin the next one. Returns None while it warms up.
 
         Between the replays of the two, other work may be launched on these tensors. Returns tensors over the same
         memory that do not keep it: the recorded work behind the cut may use it for others.
@@ -91,9 +91,9 @@ class CudaGraphRecorder(GraphRecorder):
         return graphs
 
     @override
-    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        if not self._captured:  # it warms up
-            return list(tensors)
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        if not self._captured:
+            return None
         self._captured[-1].capture_end()
         borrowed = [_borrow(tensor) for tensor in tensors]
         self._begin()

@@ -135,10 +135,11 @@ class HostGraphRecorder(GraphRecorder):
         return [*self.graphs[first:]]
 
     @override
-    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        if HostGraph.current is not None:
-            self._recording.close()
-            self._begin()
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        if HostGraph.current is None:
+            return None
+        self._recording.close()
+        self._begin()
         return list(tensors)  # graphs keep all that they made
 
     def _begin(self) -> None:
