@@ -82,7 +82,7 @@ def record_graphs(
         recorded.insert(0, graphs)
         took_s = time.monotonic() - begun_at
         num, most = len(graphs.sizes), graphs.sizes[-1]
-        logger.info("recorded steps of up to %d %s as %d graphs in %.1f s", most, graphs.unit, num, took_s)
+        logger.info("recorded steps of %d sizes, up to %d %s, in %.1f s", num, most, graphs.unit, took_s)
     return recorded
 
 

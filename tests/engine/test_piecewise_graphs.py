@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,9 @@ def chunk(
 
 
 def mixed(num_tokens: int) -> list[ScheduledChunk]:
-    """A step of this many tokens: two sequences that decode, one with a draft, beside the middle of a prompt."""
+    """A step of this many tokens: two sequences that decode, one with a draft, beside a part of a prompt to score."""
     beside = [chunk(0, 30, 1), chunk(10, 40, 1, draft=(7, 8, 9))]
-    return [*beside, chunk(20, 17, num_tokens - 5, samples=False)]
+    return [*beside, replace(chunk(20, 17, num_tokens - 5, samples=False), num_scored=1)]
 
 
 def with_noise(engine: Engine) -> Engine:
@@ -131,7 +132,7 @@ def test_rows_that_fill_a_step_change_nothing(
     expected, actual = plain.runner.run(mixed(num_tokens)), graphed.runner.run(mixed(num_tokens), count)
     assert expected is not None
     assert actual is not None
-    assert actual.shape[0] == 5
+    assert actual.shape[0] == 6
     assert torch.equal(actual, expected)
     assert torch.equal(graphed.runner.pool, plain.runner.pool)  # the scratch block too
     batch = graphed.runner.pack(mixed(num_tokens))
