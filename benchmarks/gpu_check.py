@@ -190,7 +190,7 @@ def check_steps(settings: argparse.Namespace) -> Iterator[Row]:
         context=40 if is_small else 1024,
         streams=[1, 3] if is_small else [1, 8, 64],
         prompts=[16, 64] if is_small else [16, 512, 4096],
-        beside=20 if is_small else 256,
+        mixed=20 if is_small else 256,
         steps=4 if is_small else 30,
         rounds=1 if is_small else 2,
     )

@@ -74,7 +74,7 @@ def main() -> None:
     parser.option("--context", 64, "tokens before each stream's answer", quick=40)
     parser.option("--streams", [1, 8, 32], quick=[1, 3])
     parser.option("--prompts", [512, 2048, 6000], quick=[64])
-    parser.option("--beside", 256, "tokens of a prompt beside each step of the most streams", quick=20)
+    parser.option("--mixed", 256, "tokens of a prompt in each step of the most streams, once more", quick=20)
     parser.option("--steps", 100, "decode steps of a round", quick=4)
     parser.option("--rounds", 3, quick=1)
     settings = parser.settings()
@@ -109,7 +109,7 @@ def measure(settings: argparse.Namespace) -> Measured:
             bench = Bench(engine, settings, sizes, limits)
             steps = [one for num in settings.streams for one in bench.measure_decoding(num)]
             steps += [one for num in settings.prompts for one in bench.measure_prompt(num)]
-            steps += bench.measure_mixed(max(settings.streams), settings.beside)
+            steps += bench.measure_mixed(max(settings.streams), settings.mixed)
             return Measured(device, engine.model.kernels, steps, sizes.weight_bytes / limits.bytes_per_s, limits)
 
 
@@ -136,7 +136,7 @@ def sizes_of(folder: Path, weights: str) -> Sizes:
 
 def make_engine(folder: str, sizes: Sizes, settings: argparse.Namespace, device: torch.device) -> Engine:
     num_streams = max(settings.streams)
-    num_rows = num_streams + settings.beside
+    num_rows = num_streams + settings.mixed
     num_tokens = num_streams * (settings.context + _num_steps(settings) + _SLACK_TOKENS) + max(
         *settings.prompts, 4 * num_rows
     )
@@ -231,13 +231,13 @@ class Bench:
 
         def add_prompt() -> None:
             if not self._engine.scheduler.waiting:
-                self._add(f"beside {next(names)}", num_tokens, SamplingParams(max_tokens=1, temperature=0))
+                self._add(f"mixed {next(names)}", num_tokens, SamplingParams(max_tokens=1, temperature=0))
 
         durations, read_s = self._measure_streams(num_streams, add_prompt)
         num_rows = num_streams + num_tokens
         best_s = max(read_s, 2 * self._sizes.num_multiplied * num_rows / self._limits.flops)
         for condition, times in durations.items():
-            yield _steps(f"{num_streams} streams beside {num_tokens}", condition, num_rows, times, best_s)
+            yield _steps(f"{num_streams} streams and a prompt of {num_tokens}", condition, num_rows, times, best_s)
 
     def _measure_streams(
         self, num_streams: int, before_step: Callable[[], None]
