@@ -12,26 +12,44 @@ Chat: questions, with temperature 0.7.
 
 A round has prompts and a cache scope of its own, so that no answer is drafted from the same one of an earlier round.
 
+With --vllm-python two servers of vLLM answer the same requests afterwards, one with its drafts (method `ngram`), one
+without; they have no predictions.
+
 Stands behind docs/benchmarks.md. Exit code 1 if answers differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
+import os
 import random
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import arguments, console, print_rows, ratio, verdict, write_result
-from tandem.cluster.model_store import resolve_model
+from benchmarks import vllm
+from benchmarks.common import (
+    Server,
+    arguments,
+    console,
+    free_port,
+    launched,
+    print_rows,
+    ratio,
+    verdict,
+    write_result,
+)
+from tandem.cluster.model_store import resolve_model, served_name
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
+from tandem.loadtest.client import run_measured
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.sampling import SamplingParams
 from tandem.text.structured_output.compile_process import make_grammar
@@ -61,6 +79,7 @@ _QUESTIONS = (
     "Compare electric cars and petrol cars for someone who drives little.",
     "Write a friendly message to my neighbours about a party on Saturday.",
 )
+_NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _AIMS = {"code edit": 1.6, "summary with quotes": 1.6, "JSON by grammar": 1.6, "chat": 0.99}
 
 
@@ -70,6 +89,7 @@ class Task(NamedTuple):
     messages: list[dict[str, str]]
     sampling: dict[str, Any]
     begun: str = ""  # the beginning of the answer
+    schema: str = ""  # what it must fit
 
 
 class Run(NamedTuple):
@@ -79,6 +99,9 @@ class Run(NamedTuple):
     tokens_per_cpu_s: float
     num_steps: int
     answers: list[list[int]]
+
+
+_Kind = tuple[str, int]  # and how many streams
 
 
 def code_edit(source: random.Random, tokenizer: Tokenizer) -> Task:
@@ -101,7 +124,7 @@ def summary(source: random.Random, _: Tokenizer) -> Task:
 def json_records(source: random.Random, _: Tokenizer) -> Task:
     """Parts of a document as JSON."""
     ask = "Answer in JSON: title, first and last sentence of this document, and names of files in it.\n\n"
-    return Task(_asked(ask + _text(source, "docs", ".md")), {"grammar": make_grammar("json", json.dumps(_RECORD))})
+    return Task(_asked(ask + _text(source, "docs", ".md")), {}, schema=json.dumps(_RECORD))
 
 
 def chat(source: random.Random, _: Tokenizer) -> Task:
@@ -125,6 +148,7 @@ def main() -> int:
     parser.option("--threads", 0, "of both engines; 0 = as many as torch chooses")
     parser.option("--kinds", list(KINDS), choices=KINDS)
     parser.option("--streams", [1, 8, 32], "at once")
+    parser.option("--vllm-python", "", vllm.HELP)
     settings = parser.settings()
     folder = resolve_model(settings.model, report=console.print)
     tokenizer = Tokenizer(folder)
@@ -135,7 +159,10 @@ def main() -> int:
         results.append(measure(engines, tokenizer, settings, kind, num))
         console.print(f"[dim]measured {kind} at {num}: {results[-1]['ratio']:.2f}, {results[-1]['CPU']:.2f} by CPU[/]")
     print_rows("--speculate auto beside off", results, "different: answers, aim 0")
-    write_result("speculation", settings, results)
+    theirs = run_measured(measure_vllm(tokenizer, settings, counts)) if settings.vllm_python else []
+    if theirs:
+        print_rows("vLLM with its drafts beside without", theirs)
+    write_result("speculation", settings, [*results, *theirs])
     return int(any(result["different"] for result in results))
 
 
@@ -149,9 +176,8 @@ def measure(
     before = speculator.num_drafted, speculator.num_accepted
     for number in range(settings.rounds):
         for name in list(engines) if number % 2 else list(engines)[::-1]:
-            source = random.Random(f"{settings.seed} {kind} {num_streams} {number}")
-            tasks = [KINDS[kind][0](source, tokenizer) for _ in range(num_streams)]
             scope = f"{kind} {num_streams} {number}"
+            tasks = _tasks(settings, tokenizer, (kind, num_streams), number)
             added = [_add(engines[name], tokenizer, task, settings.tokens, scope) for task in tasks]
             runs[name].append(run(engines[name], added))
     off, auto = runs["off"], runs["auto"]
@@ -192,10 +218,74 @@ def run(engine: Engine, sequences: Collection[Sequence]) -> Run:
     return Run(num_tokens / elapsed_s, num_tokens / cpu_s, num_steps, answers)
 
 
-def _add(engine: Engine, tokenizer: Tokenizer, task: Task, max_tokens: int, scope: str) -> Sequence:
+async def measure_vllm(tokenizer: Tokenizer, settings: argparse.Namespace, counts: list[_Kind]) -> list[dict[str, Any]]:
+    """The same rounds by two servers of vLLM, in turn, for each kind and number of streams."""
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(_vllm(settings, name)) for name in ("off", "ngram")}
+        return [await _measure_vllm(servers, tokenizer, settings, kind) for kind in counts]
+
+
+async def _measure_vllm(
+    servers: dict[str, Server], tokenizer: Tokenizer, settings: argparse.Namespace, kind: _Kind
+) -> dict[str, Any]:
+    speeds: dict[str, list[float]] = {name: [] for name in servers}
+    for number in range(-1, settings.rounds):  # the first one is not counted
+        for name in list(servers) if number % 2 else list(servers)[::-1]:
+            tasks = _tasks(settings, tokenizer, kind, number)
+            speeds[name].append(await _speed(servers[name], tokenizer, tasks, settings.tokens))
+    off, ngram = speeds["off"][1:], speeds["ngram"][1:]
+    ratios = [ratio(one, other) for one, other in zip(ngram, off, strict=True)]
+    medians = {"off tok/s": statistics.median(off), "ngram tok/s": statistics.median(ngram)}
+    spread = {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+    return {"": kind[0], "streams": kind[1]} | medians | spread
+
+
+async def _speed(server: Server, tokenizer: Tokenizer, tasks: list[Task], max_tokens: int) -> float:
+    """Tokens a second from when all streams have begun, as `run` counts them."""
+    streams = []
+    for task in tasks:
+        fields: dict[str, Any] = {"temperature": 0.0, "seed": 1, **task.sampling, "model": server.model}
+        fields.pop("prediction", None)
+        if task.schema:
+            fields["structured_outputs"] = {"json": json.loads(task.schema)}
+        prompt = _prompt(tokenizer, task)
+        streams.append(server.client.stream_completion(prompt, max_tokens=max_tokens, **fields))
+    timings = await asyncio.gather(*streams)
+    if error := next((timing.error for timing in timings if timing.error), ""):
+        raise RuntimeError(f"{server.name}: {error}")
+    began_s = max(timing.event_times_s[0] for timing in timings)
+    events = [event for timing in timings for event in zip(timing.event_times_s, timing.event_tokens, strict=True)]
+    num_tokens = sum(count for at_s, count in events if at_s > began_s)
+    return num_tokens / (max(at_s for at_s, _ in events) - began_s)
+
+
+@contextlib.contextmanager
+def _vllm(settings: argparse.Namespace, drafts: str) -> Iterator[Server]:
+    """A server of vLLM on all cores, with these drafts or `off`."""
+    port, cores = free_port(), sorted(os.sched_getaffinity(0))
+    command, url = vllm.vllm_command(settings, port), f"http://127.0.0.1:{port}"
+    if drafts != "off":
+        command += ["--speculative-config", json.dumps({"method": drafts, **_NGRAM})]
+    with launched(command, ready=f"{url}/health", env=vllm.vllm_environment(cores)) as running:
+        yield Server(f"vLLM {drafts}", url, served_name(settings.model), running.start_s)
+
+
+def _tasks(settings: argparse.Namespace, tokenizer: Tokenizer, kind: _Kind, number: int) -> list[Task]:
+    """Those of a round."""
+    name, num_streams = kind
+    source = random.Random(f"{settings.seed} {name} {num_streams} {number}")
+    return [KINDS[name][0](source, tokenizer) for _ in range(num_streams)]
+
+
+def _prompt(tokenizer: Tokenizer, task: Task) -> list[int]:
     text = tokenizer.render_chat(task.messages, {"add_generation_prompt": True}) + task.begun
-    sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "seed": 1, **task.sampling})
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _add(engine: Engine, tokenizer: Tokenizer, task: Task, max_tokens: int, scope: str) -> Sequence:
+    grammar = {"grammar": make_grammar("json", task.schema)} if task.schema else {}
+    sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "seed": 1, **task.sampling, **grammar})
+    token_ids = _prompt(tokenizer, task)
     sequence = engine.factory.make_sequence(f"{scope} {len(engine.sequences)}", token_ids, sampling, cache_salt=scope)
     engine.add(sequence)
     return sequence

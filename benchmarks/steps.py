@@ -3,12 +3,13 @@
     python -m benchmarks.steps
     python -m benchmarks.steps --device cuda --llama 32 --context 1024 --streams 1 8 64 --prompts 4096
 
-Decode steps of several streams, prompts, and both in one step are measured in turns under two conditions. On a CPU:
+Decode steps of several streams, prompts, and both in one step are measured in turns under some conditions. On a CPU:
 alone, and beside a foreign process that computes for 5 ms of each 10, as a thread that loses its core must not hold up
-the others for as long. On a GPU: with CUDA graphs and without. A decode step is compared with the time that reading its
-weights and KV once takes, a prompt with the rate of one large product of matrices, both with the longer of the two.
-With `--llama` the weights are random, in the shape of Llama 8B or of a model of 1.5B. Results are not checked here: the
-engine does that at its start, and so do tests.
+the others for as long; `--beside compilers` has two compilers instead. On a GPU: with CUDA graphs and without. A decode
+step is compared with the time that reading its weights and KV once takes, a prompt with the rate of one large product
+of matrices, both together with the longer of the two times. With `--llama` the weights are random, in the shape of
+Llama 8B or of a model of 1.5B. Results are not checked here: the engine does that at its start, and so do
+tests.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.common import arguments, beside, console, print_rows, write_result
+from benchmarks.common import arguments, console, print_rows, write_result
+from benchmarks.other_work import BESIDE
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.loader import resolve_device
@@ -37,7 +38,6 @@ from tandem.protocol.config import EngineConfig
 from tandem.protocol.sampling import SamplingParams
 from tandem.runtime import large_pages
 
-_BUSY_S = 0.005
 _SLACK_TOKENS = 128  # of a sequence, for steps that are not counted
 _LLAMA_8B: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14_336, "vocab_size": 128_256}
 _LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
@@ -77,6 +77,7 @@ def main() -> None:
     parser.option("--mixed", 256, "tokens of a prompt in each step of the most streams, once more", quick=20)
     parser.option("--steps", 100, "decode steps of a round", quick=4)
     parser.option("--rounds", 3, quick=1)
+    parser.option("--beside", ["busy core"], "other work meanwhile", choices=BESIDE)
     settings = parser.settings()
     measured = measure(settings)
     caption = "of the device: decode steps of its bandwidth, prompts of the rate of a large product of matrices"
@@ -184,22 +185,6 @@ def synchronize(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def busy_core() -> Iterator[None]:
-    """A process that computes half of the time."""
-    with beside(_be_busy):
-        time.sleep(0.2)  # it starts
-        yield
-
-
-def _be_busy(_: Connection) -> None:
-    while True:
-        begun_s = time.perf_counter()
-        while time.perf_counter() - begun_s < _BUSY_S:
-            pass
-        time.sleep(_BUSY_S)
-
-
-@contextlib.contextmanager
 def without_graphs(engine: Engine) -> Iterator[None]:
     """Launch each kernel of a step by itself."""
     graphs, engine.runner.graphs = engine.runner.graphs, ()
@@ -214,7 +199,7 @@ class Bench:
         self._engine, self._settings, self._sizes, self._limits = engine, settings, sizes, limits
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._conditions: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = (
-            {"quiet": contextlib.nullcontext, "busy core": busy_core}
+            {"quiet": contextlib.nullcontext, **{name: BESIDE[name] for name in settings.beside}}
             if engine.model.device.type == "cpu"
             else {"graphs": contextlib.nullcontext, "no graphs": lambda: without_graphs(engine)}
         )

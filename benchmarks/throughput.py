@@ -3,7 +3,7 @@
 Closed loop, prompts of 128 tokens that share nothing, 64 tokens out; without drafts, which random prompts flatter.
 Chats are 8 at once of 4 turns each. Prefill speed is that of one prompt at a time with a single token out. All set-ups
 run in one go; with --vllm-python vLLM is among them, and the ratios that the project holds itself to are printed: 0.8
-of vLLM colocated, 1.0 of vLLM 1P1D.
+of vLLM colocated, 1.0 of vLLM 1P1D. With --beside only these streams are measured, quiet and beside that work.
 
 Stands behind README's table of output tokens/s beside vLLM.
 
@@ -35,6 +35,7 @@ from benchmarks.common import (
     serving,
     write_result,
 )
+from benchmarks.other_work import BESIDE
 from tandem.loadtest.closed_loop import run_completions
 from tandem.loadtest.prompts import random_text
 from tandem.loadtest.stats import LoadSummary, summarize
@@ -72,6 +73,7 @@ def main() -> int:
     parser.option("--output-tokens", 64)
     parser.option("--prefill-tokens", [512, 2048, 4000, 8000], quick=[512, 2048])
     parser.option("--prefill-requests", 8, quick=2)
+    parser.option("--beside", "", "other work meanwhile", choices=BESIDE)
     parser.option("--setups", list(_SETUPS), "of ours", choices=_SETUPS)
     parser.option("--vllm-python", "", vllm.HELP)
     settings = parser.settings()
@@ -96,15 +98,27 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, flo
     for concurrency in settings.concurrency:
         # Warm up at this concurrency: kernels and memory for this batch size.
         await load(server, settings, concurrency, max(_WARMUP_REQUESTS, concurrency), seed=2 * concurrency + 1)
-        num_requests = max(8, settings.requests_per_client * concurrency)
-        found = await load(server, settings, concurrency, num_requests, seed=2 * concurrency)
-        loads[f"{concurrency}: tok/s"] = found.output_tokens_per_s
-        loads |= in_ms(f"{concurrency}: TTFT", found.ttft_s, "p50") | in_ms(f"{concurrency}: ITL", found.itl_s, "p50")
+        loads |= await decode_speed(server, settings, concurrency)
+        if settings.beside:
+            with BESIDE[settings.beside]():
+                beside = await decode_speed(server, settings, concurrency)
+            loads |= {f"{settings.beside}, {name}": figure for name, figure in beside.items()}
+    if settings.beside:
+        return loads
     await chat_speed(server, settings, seed=17)  # not counted
     loads["chat: tok/s"] = await chat_speed(server, settings, seed=18)
     for length in settings.prefill_tokens:
         speeds[f"prefill tok/s at {length}"] = await prefill_speed(server, settings, length, seed=9)
     return {"ready s": server.start_s, **speeds, **loads}
+
+
+async def decode_speed(server: Server, settings: argparse.Namespace, concurrency: int) -> dict[str, float]:
+    """Output tokens/s of so many streams, and what a reader sees of them."""
+    num_requests = max(8, settings.requests_per_client * concurrency)
+    found = await load(server, settings, concurrency, num_requests, seed=2 * concurrency)
+    latencies = in_ms(f"{concurrency}: TTFT", found.ttft_s, "p50")
+    latencies |= in_ms(f"{concurrency}: ITL", found.itl_s, *(("p50", "p99") if settings.beside else ("p50",)))
+    return {f"{concurrency}: tok/s": found.output_tokens_per_s} | latencies
 
 
 async def load(

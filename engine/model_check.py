@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,8 +44,12 @@ _TOLERANCE, _COARSE_TOLERANCE = 1e-3, 0.1
 _ULP, _MOST_ROUNDING = 2**-8, 0.5
 
 
-def make_checked_backend(model: LoadedModel, config: EngineConfig) -> AttentionBackend:
-    """The model's attention backend, compared with plain attention, alone and in the model."""
+def make_checked_backend(model: LoadedModel, config: EngineConfig) -> tuple[LoadedModel, AttentionBackend]:
+    """The model's attention backend, compared with plain attention, alone and in the model.
+
+    The model is returned as one that is not exact if its rows turn out to depend on each other. Raises ConfigError if
+    the model cannot be served, or not with `exact=on`.
+    """
     device = read_device(model.device)
     is_exact = config.exact == "on"
     # No row of ours depends on the batch.
@@ -53,12 +58,16 @@ def make_checked_backend(model: LoadedModel, config: EngineConfig) -> AttentionB
     backend = make_backend(name, torch.get_num_threads(), model.max_model_len)
     check_attention(model, backend, config.block_size)
     check_model(model, backend, config.block_size)
-    if is_exact:
-        check_exactness(model, backend, config.block_size)
+    if model.is_exact and not has_independent_rows(model, backend, config.block_size):
+        words = f"logits of {_name(model)} in {model.dtype} depend on the other rows of a step"
+        if is_exact:
+            raise ConfigError(f"exact=on cannot be kept: {words}; leave it off")
+        logger.warning("%s, so last bits may differ between batches and workers, and nothing is drafted", words)
+        model = replace(model, is_exact=False)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the checks' memory is the pool's
     logger.info("attention backend: %s", name)
-    return backend
+    return model, backend
 
 
 def check_model(model: LoadedModel, backend: AttentionBackend, block_size: int) -> None:
@@ -80,17 +89,16 @@ def check_model(model: LoadedModel, backend: AttentionBackend, block_size: int) 
         )
 
 
-def check_exactness(model: LoadedModel, backend: AttentionBackend, block_size: int) -> None:
-    """Raise ConfigError unless each prompt has the same logits alone as beside the others, bit for bit."""
+def has_independent_rows(model: LoadedModel, backend: AttentionBackend, block_size: int) -> bool:
+    """Whether each prompt has the same logits alone as beside the others, bit for bit."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(model.vocab_size, (length,), generator=generator) for length in _LENGTHS]
     together = _paged_logits(model, backend, block_size, _TIMES * prompts, cuts=_TIMES * _CUTS)
     for row, prompt in enumerate(prompts):
         alone = _paged_logits(model, backend, block_size, [prompt], cuts=(len(prompt) - 1,))  # the last as in decoding
         if not torch.equal(alone[0], together[row]):
-            raise ConfigError(
-                f"exact=on cannot be kept: logits of {_name(model)} depend on the other rows of a step; leave it off"
-            )
+            return False
+    return True
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:

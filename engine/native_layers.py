@@ -22,7 +22,7 @@ from tandem.engine.attention.interface import PagedStep, current_step
 from tandem.engine.cpu.library import check, load_kernels
 from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.kv_geometry import FORWARD_ERRORS
-from tandem.engine.parts import GatedMlp, MergedLinear, RmsNorm
+from tandem.engine.parts import GatedMlp, LayerStack, MergedLinear, RmsNorm, forward_of
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -227,23 +227,6 @@ class NativeLayers:
         )
 
 
-class NativeStack(nn.Module):
-    """Stands for all layers of a model, so that they are one call."""
-
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-        natives: list[NativeLayers] = [vars(layer)["forward"] for layer in layers]
-        self.forward = NativeLayers([layer for native in natives for layer in native.layers])
-
-    def __getattr__(self, name: str) -> Any:
-        """What a model reads of its first layer, such as the kind of its attention."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.layers[0], name)
-
-
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """The parts of a layer of the standard form."""
@@ -314,13 +297,14 @@ def _stack_layers(model: nn.Module) -> None:
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) < 2:
         return
-    natives = [_forward_of(layer, NativeLayers) for layer in layers]
+    natives = [forward_of(layer, NativeLayers) for layer in layers]
     if None in natives or len({_shape_of(native.layers[0]) for native in natives}) > 1:
         return
     settings, dtype = natives[0].layers[0].settings, natives[0].layers[0].dtype
     contexts = [_probe_context(settings.num_kv_heads, settings.head_dim, dtype, len(layers)) for _ in range(2)]
     expected = _hidden_states(model, contexts[0])
-    model.layers = nn.ModuleList([NativeStack(layers)])
+    stack = NativeLayers([layer for native in natives for layer in native.layers])
+    model.layers = nn.ModuleList([LayerStack(layers, stack)])
     actual = _hidden_states(model, contexts[1])
     is_same = expected is not None and actual is not None and torch.equal(actual, expected)
     if not is_same or not torch.equal(contexts[0].pool, contexts[1].pool):
@@ -347,9 +331,9 @@ def _parts_of(layer: nn.Module) -> _Parts | None:
     if set(dict(layer.named_children())) != _PARTS or next(layer.parameters(recurse=False), None) is not None:
         return None
     attention: Any = layer.self_attn
-    mlp = _forward_of(layer.mlp, GatedMlp)
-    norms = [_forward_of(part, RmsNorm) for part in (layer.input_layernorm, layer.post_attention_layernorm)]
-    head_norms = [_forward_of(getattr(attention, name, None), RmsNorm) for name in ("q_norm", "k_norm")]
+    mlp = forward_of(layer.mlp, GatedMlp)
+    norms = [forward_of(part, RmsNorm) for part in (layer.input_layernorm, layer.post_attention_layernorm)]
+    head_norms = [forward_of(getattr(attention, name, None), RmsNorm) for name in ("q_norm", "k_norm")]
     names = _ATTENTION_PARTS | ({"q_norm", "k_norm"} if None not in head_norms else set())
     projections = [getattr(attention, name, None) for name in _PROJECTIONS]
     products = getattr(attention, "o_proj", None), getattr(mlp, "gate_up", None), getattr(mlp, "down", None)
@@ -361,11 +345,6 @@ def _parts_of(layer: nn.Module) -> _Parts | None:
     ):
         return None
     return _Parts(projections[0].product.product, *products, tuple(norms), tuple(head_norms))  # type: ignore[union-attr,arg-type]
-
-
-def _forward_of(part: Any, kind: type[Any]) -> Any:
-    forward = vars(part).get("forward") if isinstance(part, nn.Module) else None
-    return forward if isinstance(forward, kind) else None
 
 
 def _proven(layer: nn.Module, parts: _Parts) -> NativeLayers | None:

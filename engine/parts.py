@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -87,3 +87,25 @@ class GatedMlp:
         both = self.gate_up(x)
         width = both.shape[-1] // 2
         return self.down(self._silu_multiply(both[..., :width], both[..., width:]))
+
+
+class LayerStack(nn.Module):
+    """Stands for all layers of a model, so that they are one call."""
+
+    def __init__(self, layers: nn.ModuleList, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layers = layers
+        self.forward = forward
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model reads of its first layer, such as the kind of its attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.layers[0], name)
+
+
+def forward_of(part: Any, kind: type[Any]) -> Any:
+    """What a module's forward was replaced with, if it is of this kind."""
+    forward = vars(part).get("forward") if isinstance(part, nn.Module) else None
+    return forward if isinstance(forward, kind) else None

@@ -56,11 +56,14 @@ def multiply(
 @triton.jit
 def rms_norm(
     x,  # [T, H, DIM], strided
+    added,  # [T, H, DIM], contiguous, if ADDS
+    total,  # as `added`
     weight,  # [DIM]
     out,  # [T, H, DIM], contiguous
     token_stride,
     head_stride,
     epsilon,
+    ADDS: tl.constexpr,  # first total = x + added, which is what is normed
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,  # DIM, rounded up to a power of two
@@ -69,11 +72,15 @@ def rms_norm(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, BLOCK)
     mask = dims < DIM
+    at = (token * HEADS + head) * DIM + dims
     row = tl.load(x + token * token_stride + head * head_stride + dims, mask=mask, other=0.0)
+    if ADDS:
+        row = (row.to(tl.float32) + tl.load(added + at, mask=mask, other=0.0).to(tl.float32)).to(row.dtype)
+        tl.store(total + at, row, mask=mask)
     wide = row.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + epsilon)).to(row.dtype)
     scales = tl.load(weight + dims, mask=mask, other=0.0)
-    tl.store(out + (token * HEADS + head) * DIM + dims, product(scales, normed).to(row.dtype), mask=mask)
+    tl.store(out + at, product(scales, normed).to(row.dtype), mask=mask)
 
 
 @triton.jit

@@ -79,14 +79,27 @@ def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tile: ProductTi
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x [..., D], weight [D] -> normed x, contiguous. [1, T, D] and [1, T, H, D] may be strided; others are copied."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _norm(x, None, out, out, weight, epsilon)
+    return out
+
+
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x and added [..., D], weight [D] -> their sum and that normed, contiguous; x as of `rms_norm`."""
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _norm(x, added.contiguous(), total, out, weight, epsilon)
+    return total, out
+
+
+def _norm(x: Tensor, added: Tensor | None, total: Tensor, out: Tensor, weight: Tensor, epsilon: float) -> None:
     if x.stride(-1) != 1 or x.shape[0] != 1 or x.dim() not in (3, 4):
         x = x.contiguous().view(1, -1, x.shape[-1])
     tokens, dim = x.shape[1], x.shape[-1]
     heads, head_stride = (x.shape[2], x.stride(2)) if x.dim() == 4 else (1, 0)
     block = power_of_two(dim)
-    options = {"HEADS": heads, "DIM": dim, "BLOCK": block, "num_warps": _num_warps(block)}
-    kernels.rms_norm[(tokens, heads)](x, weight, out, x.stride(1), head_stride, epsilon, **options)
-    return out
+    given, options = (x if added is None else added), {"ADDS": added is not None, "num_warps": _num_warps(block)}
+    shape = {"HEADS": heads, "DIM": dim, "BLOCK": block}
+    strides = x.stride(1), head_stride
+    kernels.rms_norm[(tokens, heads)](x, given, total, weight, out, *strides, epsilon, **shape, **options)
 
 
 def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:

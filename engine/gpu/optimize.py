@@ -1,7 +1,7 @@
 """Makes a transformers model fast on a GPU without knowing which model it is: see `replacement.py`.
 
 Of a Llama's decode step this leaves a third of the kernels: one product instead of three before attention, one instead
-of two in the MLP, and one kernel for each norm, for the rotary embedding and for the gate.
+of two in the MLP, and one kernel for each norm with the sum before it, for the rotary embedding and for the gate.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engine.gpu.ops import KERNELS, WIDE_TILE, multiply
+from tandem.engine.gpu.residual import fuse_residuals
 from tandem.engine.products import replace_products
 from tandem.engine.replacement import replace_parts
 
@@ -57,7 +58,8 @@ def optimize(model: nn.Module, *, is_exact: bool = False) -> nn.Module:
     with torch.inference_mode():
         if is_exact:
             replace_products(model, KERNELS, ExactLinear, ExactLinear)
-            return model
-        for module in list(model.modules()):
-            replace_parts(module, KERNELS, JoinedLinear)
+        else:
+            for module in list(model.modules()):
+                replace_parts(module, KERNELS, JoinedLinear)
+        fuse_residuals(model)
     return model

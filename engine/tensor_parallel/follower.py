@@ -78,8 +78,7 @@ def _load_and_serve(connection: Connection, store: str, load: Load, group: RankG
         group.connect(store, device)
 
     torch.set_num_threads(load.num_threads)
-    model = load_model(load.config, group, join)
-    backend = make_checked_backend(model, load.config)
+    model, backend = make_checked_backend(load_model(load.config, group, join), load.config)
     connection.send(Ready())
     shared = _expect(connection, MapPool)
     file = recv_handle(connection) if shared.has_file else None

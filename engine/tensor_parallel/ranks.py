@@ -47,8 +47,7 @@ class SingleRank:
 
     def load(self, config: EngineConfig) -> tuple[LoadedModel, AttentionBackend]:
         """The model and its checked attention."""
-        model = load_model(config)
-        return model, make_checked_backend(model, config)
+        return make_checked_backend(load_model(config), config)
 
     def allocate_pool(self, config: EngineConfig, model: LoadedModel, num_blocks: int) -> KvPool:
         """A pool of one shard."""

@@ -122,8 +122,7 @@ class Team:
 
     def load(self, config: EngineConfig) -> tuple[LoadedModel, AttentionBackend]:
         """Rank 0's shard of the model and its checked attention, once all have loaded and checked theirs."""
-        model = load_model(config, self.group, self.connect)
-        backend = make_checked_backend(model, config)
+        model, backend = make_checked_backend(load_model(config, self.group, self.connect), config)
         self._await_ready()
         return model, backend
 

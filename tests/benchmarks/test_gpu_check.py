@@ -30,6 +30,7 @@ def test_a_check_that_raises_is_a_row_that_says_so() -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(400)
 def test_what_can_be_checked_without_a_gpu_is_right(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("sys.argv", ["gpu_check", "--device", "cpu", "--quick", "--only", "families", "tokens", "host"])
     monkeypatch.setattr(gpu_check, "write_result", lambda *_: None)

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 pytest.importorskip("triton")
 
 from tandem.engine import loader
-from tandem.engine.gpu.ops import rms_norm, rotate, silu_multiply
+from tandem.engine.gpu.ops import add_rms_norm, rms_norm, rotate, silu_multiply
 from tandem.engine.gpu.optimize import optimize
+from tandem.engine.gpu.residual import FusedLayers
+from tandem.engine.parts import forward_of
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 from tests.engine.conftest import BuildEngine
@@ -108,6 +111,36 @@ def test_only_what_agrees_is_replaced(name: str, expected: tuple[bool, ...]) -> 
     assert (*("forward" in vars(part) for part in parts), is_merged) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "num_layers", "num_fused"),
+    [
+        ("llama", 1, 1),  # a stack
+        ("qwen2, sliding", 3, 3),  # each for itself: layers of two windows
+        ("granite", 3, 0),  # residuals with a factor
+        ("olmo2", 3, 0),  # norms behind attention and MLP
+        ("cohere", 3, 0),  # attention and MLP of the same input
+    ],
+)
+def test_sums_are_fused_in_layers_of_the_standard_form_alone(name: str, num_layers: int, num_fused: int) -> None:
+    layers = optimize(make_model(name, torch.float32).to(DEVICE)).model.layers
+    assert (len(layers), sum(forward_of(layer, FusedLayers) is not None for layer in layers)) == (num_layers, num_fused)
+
+
+def test_layers_with_something_between_them_are_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama", torch.float32).to(DEVICE)
+    call = LlamaDecoderLayer.__call__
+    monkeypatch.setattr(LlamaDecoderLayer, "__call__", lambda layer, x, **options: call(layer, x * 1.0, **options))
+    assert len(optimize(model).model.layers) == 3
+
+
+def test_layers_compute_by_their_own_code_what_the_kernels_do_not_know() -> None:
+    stack: FusedLayers = optimize(make_model("llama", torch.bfloat16).to(DEVICE)).model.layers[0].forward
+    stack.layers = [layer._replace(forward=lambda x, *_, **__: x + 1) for layer in stack.layers]
+    x = noise(1, 2, 64, dtype=torch.float32)
+    assert torch.equal(stack(x), x + 1 + 1 + 1)
+    assert torch.equal(stack(x.bfloat16(), None), x.bfloat16() + 1 + 1 + 1)
+
+
 def test_what_is_in_a_type_that_is_not_served_stays() -> None:
     model = make_model("llama", torch.float16).to(DEVICE)
     norm, mlp = model.model.norm, model.model.layers[0].mlp
@@ -126,17 +159,35 @@ def test_joined_products_keep_their_biases() -> None:
         close(getattr(attention, name)(x), plain(x))
 
 
-def test_a_layer_of_a_llama_launches_a_third() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_and_its_norm_are_those_of_two_kernels(dtype: torch.dtype) -> None:
+    both, weight = noise(1, 14, 100, dtype=dtype), noise(100, dtype=dtype, seed=1)
+    x, added = both[:, ::2], both[:, 1::2]  # strided
+    total, normed = add_rms_norm(x, added, weight, 1e-6)
+    close(total, x + added)
+    assert torch.equal(normed, rms_norm(total, weight, 1e-6))
+
+
+def test_the_layers_of_a_llama_launch_a_quarter() -> None:
     models = [make_model("llama", torch.bfloat16).to(DEVICE) for _ in range(2)]
     optimize(models[1])
-    layers: list[Any] = [model.model.layers[0] for model in models]
+    assert len(models[1].model.layers) == 1  # a stack
+    layers: list[Any] = models[0].model.layers
     x = noise(1, 1, layers[0].hidden_size, dtype=torch.bfloat16)
     tables = tuple(noise(1, 1, layers[0].self_attn.head_dim, dtype=torch.bfloat16) for _ in range(2))
-    plain, fast = (launches(lambda layer=layer: layer(x, position_embeddings=tables)) for layer in layers)
-    assert len(plain) >= 34
-    product, add = "aten::linear", "aten::add.Tensor"
+
+    def run(model: Any) -> Tensor:
+        out = x
+        for layer in model.model.layers:
+            out = layer(out, position_embeddings=tables)
+        return out
+
+    plain, fast = (launches(lambda model=model: run(model)) for model in models)
+    assert len(plain) >= 34 * len(layers)
+    product = "aten::linear"
     attention = [product, "rotate", "aten::scaled_dot_product_attention", product]
-    assert fast == ["rms_norm", *attention, add, "rms_norm", product, "silu_multiply", product, add]
+    layer = [*attention, "rms_norm", product, "silu_multiply", product]
+    assert fast == [*(len(layers) * ["rms_norm", *layer]), "aten::add.Tensor"]
 
 
 @pytest.mark.parametrize(
