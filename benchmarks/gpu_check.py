@@ -211,6 +211,8 @@ def check_steps(settings: argparse.Namespace) -> Iterator[Row]:
         context=40 if is_small else 1024,
         streams=[1, 3] if is_small else [1, 8, 64],
         prompts=[16, 64] if is_small else [16, 512, 4096],
+        mixed=20 if is_small else 256,
+        beside=["busy core"],
         steps=4 if is_small else 30,
         rounds=1 if is_small else 2,
     )

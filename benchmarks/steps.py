@@ -3,18 +3,20 @@
     python -m benchmarks.steps
     python -m benchmarks.steps --device cuda --llama 32 --context 1024 --streams 1 8 64 --prompts 4096
 
-Decode steps of several streams, and prompts, are measured in turns under some conditions. On a CPU: alone, and beside
-a foreign process that computes for 5 ms of each 10, as a thread that loses its core must not hold up the others for as
-long; `--beside compilers` has two compilers instead. On a GPU: with CUDA graphs and without. A decode step is compared
-with the time that reading its weights and KV once takes, a prompt with the rate of one large product of matrices. With
-`--llama` the weights are random, in the shape of Llama 8B or of a model of 1.5B. Results are not checked here: the
-engine does that at its start, and so do tests.
+Decode steps of several streams, prompts, and both in one step are measured in turns under some conditions. On a CPU:
+alone, and beside a foreign process that computes for 5 ms of each 10, as a thread that loses its core must not hold up
+the others for as long; `--beside compilers` has two compilers instead. On a GPU: with CUDA graphs and without. A decode
+step is compared with the time that reading its weights and KV once takes, a prompt with the rate of one large product
+of matrices, both together with the longer of the two times. With `--llama` the weights are random, in the shape of
+Llama 8B or of a model of 1.5B. Results are not checked here: the engine does that at its start, and so do
+tests.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import sys
 import tempfile
@@ -72,6 +74,7 @@ def main() -> None:
     parser.option("--context", 64, "tokens before each stream's answer", quick=40)
     parser.option("--streams", [1, 8, 32], quick=[1, 3])
     parser.option("--prompts", [512, 2048, 6000], quick=[64])
+    parser.option("--mixed", 256, "tokens of a prompt in each step of the most streams, once more", quick=20)
     parser.option("--steps", 100, "decode steps of a round", quick=4)
     parser.option("--rounds", 3, quick=1)
     parser.option("--beside", ["busy core"], "other work meanwhile", choices=BESIDE)
@@ -107,6 +110,7 @@ def measure(settings: argparse.Namespace) -> Measured:
             bench = Bench(engine, settings, sizes, limits)
             steps = [one for num in settings.streams for one in bench.measure_decoding(num)]
             steps += [one for num in settings.prompts for one in bench.measure_prompt(num)]
+            steps += bench.measure_mixed(max(settings.streams), settings.mixed)
             return Measured(device, engine.model.kernels, steps, sizes.weight_bytes / limits.bytes_per_s, limits)
 
 
@@ -133,7 +137,10 @@ def sizes_of(folder: Path, weights: str) -> Sizes:
 
 def make_engine(folder: str, sizes: Sizes, settings: argparse.Namespace, device: torch.device) -> Engine:
     num_streams = max(settings.streams)
-    num_tokens = num_streams * (settings.context + _num_steps(settings) + _SLACK_TOKENS) + max(settings.prompts)
+    num_rows = num_streams + settings.mixed
+    num_tokens = num_streams * (settings.context + _num_steps(settings) + _SLACK_TOKENS) + max(
+        *settings.prompts, 4 * num_rows
+    )
     config = EngineConfig(
         model=folder,
         weights=settings.weights,
@@ -141,8 +148,8 @@ def make_engine(folder: str, sizes: Sizes, settings: argparse.Namespace, device:
         device=device.type,  # type: ignore[arg-type]
         pool_bytes=max(1 << 30, int(1.1 * num_tokens * sizes.kv_bytes)),
         num_threads=settings.threads,
-        max_num_seqs=num_streams,
-        max_num_batched_tokens=0 if device.type == "cpu" else max(512, *settings.prompts),
+        max_num_seqs=num_streams + 2,  # with prompts beside them
+        max_num_batched_tokens=0 if device.type == "cpu" else max(512, num_rows, *settings.prompts),
         speculate="off",  # a step is to give one token
     )
     return Engine(config)
@@ -180,7 +187,7 @@ def synchronize(device: torch.device) -> None:
 @contextlib.contextmanager
 def without_graphs(engine: Engine) -> Iterator[None]:
     """Launch each kernel of a step by itself."""
-    graphs, engine.runner.graphs = engine.runner.graphs, None
+    graphs, engine.runner.graphs = engine.runner.graphs, ()
     yield
     engine.runner.graphs = graphs
 
@@ -199,6 +206,28 @@ class Bench:
 
     def measure_decoding(self, num_streams: int) -> Iterator[dict[str, Any]]:
         """Steps of this many streams."""
+        durations, read_s = self._measure_streams(num_streams, lambda: None)
+        for condition, times in durations.items():
+            yield _steps(f"{num_streams} streams", condition, num_streams, times, read_s)
+
+    def measure_mixed(self, num_streams: int, num_tokens: int) -> Iterator[dict[str, Any]]:
+        """Steps of this many streams, each beside a prompt of `num_tokens`."""
+        names = itertools.count()
+
+        def add_prompt() -> None:
+            if not self._engine.scheduler.waiting:
+                self._add(f"mixed {next(names)}", num_tokens, SamplingParams(max_tokens=1, temperature=0))
+
+        durations, read_s = self._measure_streams(num_streams, add_prompt)
+        num_rows = num_streams + num_tokens
+        best_s = max(read_s, 2 * self._sizes.num_multiplied * num_rows / self._limits.flops)
+        for condition, times in durations.items():
+            yield _steps(f"{num_streams} streams and a prompt of {num_tokens}", condition, num_rows, times, best_s)
+
+    def _measure_streams(
+        self, num_streams: int, before_step: Callable[[], None]
+    ) -> tuple[dict[str, list[float]], float]:
+        """Seconds of steps under each condition, and those in which the device reads weights and KV once."""
         engine, num_steps = self._engine, self._settings.steps
         sampling = SamplingParams(max_tokens=_num_steps(self._settings) + 64, temperature=0, ignore_eos=True)
         for i in range(num_streams):
@@ -207,15 +236,13 @@ class Bench:
         while any(sequence.num_output_tokens < 2 for sequence in sequences):
             engine.step()
         num_before = sum(len(sequence.token_ids) for sequence in sequences)
-        durations = self._in_turn(lambda: self._step_times(num_steps))
+        durations = self._in_turn(lambda: self._step_times(num_steps, before_step))
         num_kv_tokens = (num_before + sum(len(sequence.token_ids) for sequence in sequences)) / 2
-        for sequence in sequences:
-            engine.abort(sequence.request_id)
+        for request_id in list(engine.sequences):
+            engine.abort(request_id)
         while engine.has_work:
             engine.step()
-        read_s = (self._sizes.weight_bytes + num_kv_tokens * self._sizes.kv_bytes) / self._limits.bytes_per_s
-        for condition, times in durations.items():
-            yield _steps(f"{num_streams} streams", condition, num_streams, times, read_s)
+        return durations, (self._sizes.weight_bytes + num_kv_tokens * self._sizes.kv_bytes) / self._limits.bytes_per_s
 
     def measure_prompt(self, num_tokens: int) -> Iterator[dict[str, Any]]:
         """The time until a prompt's first token is there."""
@@ -237,12 +264,13 @@ class Bench:
                     times += measure()
         return durations
 
-    def _step_times(self, num_steps: int) -> list[float]:
+    def _step_times(self, num_steps: int, before_step: Callable[[], None]) -> list[float]:
         """Seconds from one step's results to the next one's: a device may be a step behind."""
         times: list[float] = []
         synchronize(self._engine.model.device)
         last_s = time.perf_counter()
         while len(times) < num_steps:
+            before_step()
             if self._engine.step():
                 now_s = time.perf_counter()
                 times.append(now_s - last_s)

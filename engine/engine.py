@@ -18,7 +18,7 @@ from tandem.engine import pool_memory
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import Mark, make_stream
 from tandem.engine.finish_rules import FinishRules
-from tandem.engine.graphs.capture import MakeRecorder, record_graphs, required_bytes
+from tandem.engine.graphs.capture import GraphPlan, MakeRecorder, plan_graphs, record_graphs
 from tandem.engine.graphs.recorder import make_recorder
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.model_runner import LateTokens
@@ -102,25 +102,25 @@ class Engine:
         self, config: EngineConfig, kv_codec: str, clock: Callable[[], float], make_recorder: MakeRecorder
     ) -> None:
         model, backend = self._team.load(config)
-        graph_bytes = 0
+        num_tokens = config.max_num_batched_tokens or max(_STEP_TOKENS, config.max_num_seqs)
+        config = replace(config, max_num_batched_tokens=num_tokens)
+        plan = GraphPlan(0, {})
         if self._team.can_record_graphs:
-            graph_bytes = required_bytes(config, model, backend, make_recorder)
-        num_allocated = pool_memory.num_blocks(config, model, graph_bytes)
-        num_blocks = num_allocated - (graph_bytes > 0)  # the last one is the scratch block of the graphs
-        self.config = replace(
-            config,
-            max_model_len=pool_memory.max_model_len(config, model, num_blocks),
-            max_num_batched_tokens=config.max_num_batched_tokens or max(_STEP_TOKENS, config.max_num_seqs),
-        )
+            plan = plan_graphs(config, model, backend, make_recorder)
+        num_allocated = pool_memory.num_blocks(config, model, plan.num_bytes)
+        num_blocks = num_allocated - bool(plan.sizes)  # the last one is the scratch block of the graphs
+        self.config = replace(config, max_model_len=pool_memory.max_model_len(config, model, num_blocks))
         self.model = model
         self.stream = make_stream(model.device, clock)
         self.pool = BlockPool(num_blocks)
         self.kv = self._team.allocate_pool(config, model, num_allocated)
         self.runner = self._team.make_runner(model, backend, paged_view(self.kv.shards[0]))
-        if graph_bytes and (recorder := make_recorder(model.device)) is not None:
-            self.runner.graphs = record_graphs(self.runner, self.config, recorder)
-        # Recorded steps take one token of each sequence, and are faster than others that take more.
-        self.max_run = _MAX_RUN if self.runner.graphs is None else 1
+        graphs = []
+        if plan.sizes and (recorder := make_recorder(model.device)) is not None:
+            graphs = record_graphs(self.runner, plan, self.config.max_model_len, recorder)
+        self.runner.graphs = graphs
+        # Where steps of one token of each sequence are recorded and others are not, they are faster than these.
+        self.max_run = _MAX_RUN if not graphs or any(kind.takes_runs for kind in graphs) else 1
         self.scheduler = Scheduler(
             self.pool,
             block_size=config.block_size,

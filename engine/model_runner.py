@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -53,7 +53,7 @@ class PackedBatch(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """A packed batch on the device."""
+    """A packed batch on the device. There may be more rows than tokens in a step that was recorded."""
 
     input_ids: Tensor  # [1, T]
     positions: Tensor  # [1, T]
@@ -61,21 +61,21 @@ class DeviceBatch(NamedTuple):
     context: StepContext
 
 
-class StepGraph(Protocol):
+class RecordedStep(Protocol):
     """A step that was recorded on the device; see `engine/graphs`."""
 
     def load(self, batch: PackedBatch) -> DeviceBatch:
-        """Copy a batch into the buffers that the graph reads, and return them."""
+        """Copy a batch to the device, input ids and positions into the buffers that the graphs read."""
 
-    def replay(self, num_rows: int) -> Tensor:
-        """Launch the graph; the logits of its leading rows."""
+    def replay(self, loaded: DeviceBatch, between_layers: Callable[[], None]) -> Tensor | None:
+        """Launch the step that was loaded; the results of `ModelRunner.run`."""
 
 
-class StepGraphs(Protocol):
-    """The steps that were recorded."""
+class RecordedSteps(Protocol):
+    """The steps of one kind that were recorded."""
 
-    def find(self, batch: PackedBatch) -> StepGraph | None:
-        """The graph for a batch; None if it is to be launched as it is."""
+    def find(self, batch: PackedBatch) -> RecordedStep | None:
+        """The recorded step that computes a batch, if there is one."""
 
 
 class ModelRunner:
@@ -84,8 +84,8 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, backend: AttentionBackend, pool: Tensor) -> None:
         self.model = model
         self.pool = pool
-        self.graphs: StepGraphs | None = None
-        self._backend = backend
+        self.backend = backend
+        self.graphs: Iterable[RecordedSteps] = ()  # in the order in which they are asked
         self._block_size = pool.shape[3]
         self._tables = KeptTables()
 
@@ -97,21 +97,18 @@ class ModelRunner:
     ) -> Tensor | None:
         """Compute the chunks' KV into the pool. Returns the logits [n, vocab] that the chunks need, in order.
 
-        `between_layers` is called before each layer's attention, or once if the step is a graph. Pending tokens are
-        taken from `late_tokens`.
+        `between_layers` is called before each layer's attention, or once if the step is a single graph. Pending tokens
+        are taken from `late_tokens`.
         """
         return self.forward(self.pack(chunks, late_tokens), between_layers)
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, between_layers: Callable[[], None] = _nothing) -> Tensor | None:
         """Launch a packed batch: all that the device does in a step. The results of `run`."""
-        graph = None if self.graphs is None else self.graphs.find(batch)
-        loaded = self.load(batch) if graph is None else graph.load(batch)
+        step = next((found for kind in self.graphs if (found := kind.find(batch)) is not None), None)
+        loaded = self.load(batch) if step is None else step.load(batch)
         self.fill_late_inputs(batch, loaded)
-        if graph is None:
-            return self.compute(loaded, between_layers)
-        between_layers()
-        return graph.replay(len(batch.input_ids))
+        return self.compute(loaded, between_layers) if step is None else step.replay(loaded, between_layers)
 
     def fill_late_inputs(self, batch: PackedBatch, loaded: DeviceBatch) -> None:
         """Put the input ids that are on the device only in their places."""
@@ -120,11 +117,16 @@ class ModelRunner:
             loaded.input_ids[0, self._to_device(places)] = token_ids[self._to_device(rows)]
 
     @torch.inference_mode()
-    def compute(self, batch: DeviceBatch, between_layers: Callable[[], None] = _nothing) -> Tensor | None:
-        """Launch a batch that is on the device already; the results of `run`."""
+    def compute(
+        self,
+        batch: DeviceBatch,
+        between_layers: Callable[[], None] = _nothing,
+        backend: AttentionBackend | None = None,
+    ) -> Tensor | None:
+        """Launch a batch that is on the device already; the results of `run`. None = the model's own backend."""
         arguments = {"input_ids": batch.input_ids, "position_ids": batch.positions, "use_cache": False}
         rows = batch.logit_rows
-        with PagedStep(self._backend, batch.context, between_layers):
+        with PagedStep(backend or self.backend, batch.context, between_layers):
             if rows is None:  # in the middle of prompts no logits are needed: skip the vocabulary-sized product
                 self.model.module.base_model(**arguments)  # type: ignore[operator]
                 return None
@@ -171,9 +173,14 @@ class ModelRunner:
             late_inputs=late_inputs,
         )
 
-    def load(self, batch: PackedBatch) -> DeviceBatch:
-        """Copy a batch to the device, behind the work launched so far."""
+    def load(self, batch: PackedBatch, inputs: Tensor | None = None) -> DeviceBatch:
+        """Copy a batch to the device, behind the work launched so far.
+
+        `inputs`: rows of its input ids and positions, if they are there already.
+        """
         load = self._to_device
+        if inputs is None:
+            inputs = load(np.stack((batch.input_ids, batch.positions)))
         context = StepContext(
             pool=self.pool,
             block_tables=load(batch.block_tables),
@@ -184,7 +191,7 @@ class ModelRunner:
             max_kv_len=int(batch.kv_lens.max()),
         )
         rows = load(batch.logit_rows) if len(batch.logit_rows) else None
-        return DeviceBatch(load(batch.input_ids).unsqueeze(0), load(batch.positions).unsqueeze(0), rows, context)
+        return DeviceBatch(inputs[0:1], inputs[1:2], rows, context)
 
     def _to_device(self, array: Array) -> Tensor:
         return to_device(array, self.model.device)

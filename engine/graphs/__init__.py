@@ -1,1 +1,1 @@
-"""CUDA graphs of steps that only decode: recorded once for each batch size, then launched as a whole."""
+"""CUDA graphs of steps: recorded once for some sizes, then launched as a whole or piece by piece."""

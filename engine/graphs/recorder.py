@@ -9,18 +9,20 @@ from __future__ import annotations
 import abc
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from tandem.protocol.errors import ConfigError
 
-# What CUDA keeps for one graph of some hundred kernels, beside its tensors: an allowance, which was never measured.
+# What CUDA keeps for a graph of some hundred kernels, beside its tensors: an allowance. An H100 took 2.3 to 4.7 MB.
 _GRAPH_BYTES = 8 << 20
+_PIECE_BYTES = 256 << 10  # and for each further graph over which the kernels are divided: it was never measured
 
 
 class NotRecordable(Exception):
@@ -38,11 +40,20 @@ class GraphRecorder(abc.ABC):
     """Records graphs that share their memory: a replay overwrites the temporaries of all others."""
 
     @abc.abstractmethod
-    def record(self, function: Callable[[], object]) -> DeviceGraph:
-        """Run `function`, to warm up, and record the work that it launches.
+    def record(self, function: Callable[[], object]) -> list[DeviceGraph]:
+        """Run `function` some times, to warm up, and then record the work that it launches.
 
-        Results must be copied into tensors that were made outside of it. Raises NotRecordable, for example if the
-        function reads results on the host; ConfigError if recording failed and the process cannot go on.
+        The result is one graph, and one more for each `cut` that the function makes. A tensor that the function makes
+        keeps its place if it is kept, or copied into one that was made outside. Raises NotRecordable, for example if
+        the function reads results on the host; ConfigError if recording failed and the process cannot go on.
+        """
+
+    @abc.abstractmethod
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Called by a recorded function: end its graph, and begin the next one. Returns None while it warms up.
+
+        Between the replays of the two, other work may be launched on these tensors. Returns tensors over the same
+        memory that do not keep it: the recorded work behind the cut may use it for others.
         """
 
     @abc.abstractmethod
@@ -50,8 +61,8 @@ class GraphRecorder(abc.ABC):
         """Give back memory that holds no tensors. Returns the bytes that stay taken."""
 
     @abc.abstractmethod
-    def graph_bytes(self) -> int:
-        """Memory that a graph takes beyond its tensors."""
+    def graph_bytes(self, num_graphs: int) -> int:
+        """Memory that a recording of this many graphs takes beyond its tensors."""
 
 
 class CudaGraphRecorder(GraphRecorder):
@@ -60,9 +71,10 @@ class CudaGraphRecorder(GraphRecorder):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._captured: list[torch.cuda.CUDAGraph] = []  # the last one is being captured; empty while none is
 
     @override
-    def record(self, function: Callable[[], object]) -> DeviceGraph:
+    def record(self, function: Callable[[], object]) -> list[DeviceGraph]:
         caller, stream = torch.cuda.current_stream(self._device), _capture_stream(self._device)
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
@@ -73,9 +85,19 @@ class CudaGraphRecorder(GraphRecorder):
             except RuntimeError as exc:
                 raise NotRecordable(str(exc)) from exc
             torch.cuda.synchronize(self._device)
-            graph = self._capture(function)
+            torch.cuda.empty_cache()  # a capture cannot do so if memory runs out
+            graphs = self._capture(function)
         caller.wait_stream(stream)
-        return graph
+        return graphs
+
+    @override
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        if not self._captured:
+            return None
+        self._captured[-1].capture_end()
+        borrowed = [_borrow(tensor) for tensor in tensors]
+        self._begin()
+        return borrowed
 
     @override
     def trim(self) -> int:
@@ -84,25 +106,49 @@ class CudaGraphRecorder(GraphRecorder):
         return torch.cuda.memory_reserved(self._device)
 
     @override
-    def graph_bytes(self) -> int:
-        return _GRAPH_BYTES
+    def graph_bytes(self, num_graphs: int) -> int:
+        return _GRAPH_BYTES + (num_graphs - 1) * _PIECE_BYTES
 
-    def _capture(self, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def _capture(self, function: Callable[[], object]) -> list[DeviceGraph]:
         """NOTE: torch does not recover from a failed capture, because its allocator goes on as if it were within it."""
-        graph = torch.cuda.CUDAGraph()
         try:
             with _without_gc():
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # others may use the GPU
+                self._begin()
                 function()
-                graph.capture_end()
+                self._captured[-1].capture_end()
+            return [*self._captured]
         except RuntimeError as exc:
             raise ConfigError(f"a CUDA graph could not be captured: {exc}; start with --cuda-graphs off") from exc
-        return graph
+        finally:
+            self._captured = []
+
+    def _begin(self) -> None:
+        self._captured.append(torch.cuda.CUDAGraph())
+        self._captured[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")  # others may use the GPU
 
 
 def make_recorder(device: torch.device) -> GraphRecorder | None:
     """The recorder of a device; None for CPUs, where launching costs next to nothing."""
     return CudaGraphRecorder(device) if device.type == "cuda" else None
+
+
+class _Memory:
+    """Memory of a tensor as other libraries show theirs to torch, which does not keep it then."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * stride for stride in tensor.stride()),
+            "typestr": f"<i{size}",  # the interface has no bfloat16
+            "version": 2,
+        }
+
+
+def _borrow(tensor: Tensor) -> Tensor:
+    """A tensor over the same memory, which that does not keep."""
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
 @lru_cache(maxsize=16)

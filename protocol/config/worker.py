@@ -125,8 +125,9 @@ class EngineConfig:
     cuda_graphs: Annotated[
         Literal["auto", "off"],
         Setting(
-            "auto = record steps that only decode as CUDA graphs at start, so that launching them costs next to "
-            "nothing; a model that cannot be recorded is served without.",
+            "auto = record steps as CUDA graphs at start, so that launching them costs little: those that only decode "
+            "as a whole, others of up to 512 tokens between attentions; a model that cannot be recorded is served "
+            "without.",
             ENGINE,
         ),
     ] = "auto"

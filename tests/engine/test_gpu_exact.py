@@ -99,7 +99,7 @@ def test_rows_that_depend_on_each_other_are_seen(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(EngineConfig(model=str(model_folder("llama")), device="cpu", pool_bytes=1 << 20))
-    model, backend = engine.model, engine.runner._backend
+    model, backend = engine.model, engine.runner.backend
     assert has_independent_rows(model, backend, 16)
     original = model.module.lm_head.forward
     noisy = lambda x: original(x) * (1 + 1e-6 * x.shape[-2])  # noqa: E731

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tandem.engine.graphs.recorder import CudaGraphRecorder, NotRecordable
+from tandem.engine.graphs.recorder import CudaGraphRecorder, NotRecordable, _borrow
 from tandem.protocol.errors import ConfigError
 
 
@@ -70,6 +72,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "current_stream": lambda device: caller,
         "stream": fake.stream,
         "synchronize": lambda device: fake.note("synchronize"),
+        "empty_cache": lambda: fake.note("empty cache"),
         "CUDAGraph": fake.graph,
         "get_sync_debug_mode": lambda: fake.sync_mode,
         "set_sync_debug_mode": fake.set_sync_debug_mode,
@@ -87,6 +90,7 @@ def test_work_is_warmed_up_and_rehearsed_on_the_side_before_it_is_captured(cuda:
         "work, syncs are 0",
         "work, syncs are error",
         "synchronize",
+        "empty cache",
         "begin in pool, thread_local",
         "work, syncs are 0",
         "end",
@@ -94,6 +98,50 @@ def test_work_is_warmed_up_and_rehearsed_on_the_side_before_it_is_captured(cuda:
         "caller waits for side",
     ]
     assert gc.isenabled()
+
+
+def test_work_with_cuts_is_captured_in_pieces(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.engine.graphs.recorder._borrow", lambda tensor: f"borrowed {tensor}")
+    recorder = CudaGraphRecorder(torch.device("cuda"))
+    given: list[Any] = []
+
+    def work() -> None:
+        for name in ("first", "second"):
+            cuda.note(name)
+            given.append(recorder.cut([name]))  # type: ignore[list-item]
+        cuda.note("last")
+
+    assert len(recorder.record(work)) == 3
+    begin = "begin in pool, thread_local"
+    assert cuda.calls[cuda.calls.index(begin) :] == [
+        *(begin, "first", "end"),
+        *(begin, "second", "end"),
+        *(begin, "last", "end"),
+        *("leave side", "caller waits for side"),
+    ]
+    assert given == [None] * 4 + [["borrowed first"], ["borrowed second"]]
+    assert recorder.cut([]) is None
+    assert recorder.graph_bytes(33) - recorder.graph_bytes(1) == 32 << 18
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_borrowed_tensor_is_the_same_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over numpy's interface, of which that of CUDA is a copy for memory on a device."""
+
+    def as_tensor(memory: Any, device: torch.device) -> torch.Tensor:
+        fields = {**memory.__cuda_array_interface__, "version": 3}
+        return original(np.asarray(SimpleNamespace(__array_interface__=fields)))
+
+    original = torch.as_tensor
+    whole = torch.arange(120, dtype=dtype).view(4, 6, 5)
+    heads = whole.transpose(0, 1)[:, 1:3]
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    borrowed = _borrow(heads)
+    assert borrowed.dtype is dtype
+    assert torch.equal(borrowed, heads)
+    borrowed[3] = -1
+    assert (heads[3] == -1).all()
+    assert borrowed.data_ptr() == heads.data_ptr()
 
 
 def test_work_that_waits_for_the_device_is_never_captured(cuda: FakeCuda) -> None:
@@ -109,6 +157,24 @@ def test_work_that_waits_for_the_device_is_never_captured(cuda: FakeCuda) -> Non
 
 def test_a_capture_that_fails_refuses_the_start(cuda: FakeCuda) -> None:
     cuda.capture_error = "operation would make the legacy stream depend on a capturing blocking stream"
+    recorder = CudaGraphRecorder(torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"legacy stream depend .* start with --cuda-graphs off"):
-        CudaGraphRecorder(torch.device("cuda")).record(lambda: None)
+        recorder.record(lambda: recorder.cut([]))
     assert gc.isenabled()
+    assert recorder.cut([]) is None
+
+
+def test_memory_that_runs_out_is_told_before_a_capture_and_refuses_the_start_within(cuda: FakeCuda) -> None:
+    """Before it, the steps are served without graphs. Within, nothing was freed in time: the cache is empty."""
+
+    def work() -> None:
+        if calls_left.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    calls_left = [True]
+    with pytest.raises(NotRecordable, match="out of memory"):
+        CudaGraphRecorder(torch.device("cuda")).record(work)
+    assert "empty cache" not in cuda.calls
+    calls_left = [True, False, False]
+    with pytest.raises(ConfigError, match=r"CUDA out of memory; start with --cuda-graphs off"):
+        CudaGraphRecorder(torch.device("cuda")).record(work)

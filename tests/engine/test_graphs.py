@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tandem.engine.block_table import BlockTable
 from tandem.engine.engine import Engine
-from tandem.engine.graphs.capture import required_bytes
+from tandem.engine.graphs.capture import GraphPlan, plan_graphs
 from tandem.engine.graphs.decode import DecodeGraphs, batch_sizes
+from tandem.engine.graphs.pieces import PiecewiseGraphs
 from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable, _refusing_syncs
 from tandem.engine.model_check import row_errors, tolerance
 from tandem.engine.sequence import ScheduledChunk, Sequence
@@ -46,8 +47,8 @@ def decode_chunk(block: int, length: int) -> ScheduledChunk:
 
 
 def graphs_of(engine: Engine) -> DecodeGraphs:
-    assert isinstance(engine.runner.graphs, DecodeGraphs)
-    return engine.runner.graphs
+    [graphs] = [kind for kind in engine.runner.graphs if isinstance(kind, DecodeGraphs)]
+    return graphs
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def buffers_of(engine: Engine) -> list[Tensor]:
     """What the graphs read, and what they write beside the pool."""
     buffers = []
     for graph in reversed(graphs_of(engine)):
-        buffers += [graph.batch.input_ids, graph.batch.context.block_tables, graph.batch.context.kv_lens, graph._logits]
+        buffers += [graph.batch.input_ids, graph.batch.context.block_tables, graph.batch.context.kv_lens, graph.logits]
     return buffers
 
 
@@ -172,7 +173,7 @@ def test_a_model_that_reads_on_the_host_decodes_without_graphs(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         engine = build_graphed("jetmoe", num_blocks=50)
-    assert engine.runner.graphs is None
+    assert not engine.runner.graphs
     assert engine.pool.num_blocks == 50
     [line] = [record.message for record in caplog.records if "CUDA graphs" in record.message]
     assert "JetMoeForCausalLM decodes without CUDA graphs: aten::" in line
@@ -183,9 +184,9 @@ def test_a_model_that_reads_on_the_host_decodes_without_graphs(
 class StaleRecorder(HostGraphRecorder):
     """Its graphs compute with the inputs that were there when they were recorded."""
 
-    def record(self, function: Any) -> DeviceGraph:
+    def record(self, function: Any) -> list[DeviceGraph]:
         function()
-        return self
+        return [self]
 
     def replay(self) -> None:
         pass
@@ -194,8 +195,10 @@ class StaleRecorder(HostGraphRecorder):
 def test_a_graph_that_computes_wrong_is_not_used(build_engine: BuildEngine, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine = build_engine(make_recorder=lambda _: StaleRecorder(), max_num_seqs=4)
-    assert engine.runner.graphs is None
-    assert "the graph of 4 sequences differs by nan (relative) from its own step" in caplog.text
+    assert not engine.runner.graphs
+    for name in ("decodes", "computes steps of several tokens a sequence"):
+        assert f"LlamaForCausalLM {name} without CUDA graphs: the graph of " in caplog.text
+    assert "the graph of 4 sequences differs by 1" in caplog.text
     assert generate(engine, [make_prompt(9)]) == generate(build_engine(), [make_prompt(9)])
 
 
@@ -217,7 +220,7 @@ def test_what_the_checks_of_graphs_took_is_given_back(
         recorders.append(Trimmed())
         return recorders[-1]
 
-    assert build_engine(make_recorder=make, max_num_seqs=4).runner.graphs is not None
+    assert build_engine(make_recorder=make, max_num_seqs=4).runner.graphs
     assert recorders[-1].num_graphs_when_trimmed == len(recorders[-1].graphs) > 1
 
 
@@ -242,28 +245,30 @@ class Accountant(HostGraphRecorder):
     def trim(self) -> int:
         return 1000 + 300 * len(self.graphs)
 
-    def graph_bytes(self) -> int:
-        return 7
+    def graph_bytes(self, num_graphs: int) -> int:
+        return 7 if num_graphs == 1 else 5
 
 
 def test_the_memory_of_graphs_is_known_before_the_pool_is_made(build_engine: BuildEngine) -> None:
     engine = build_engine(max_num_seqs=5)
-    arguments = engine.config, engine.model, engine.runner._backend
-    assert required_bytes(*arguments, lambda _: Accountant()) == 300 + 4 * 7
-    assert required_bytes(*arguments, lambda _: None) == 0
+    arguments = engine.config, engine.model, engine.runner.backend
+    plan = plan_graphs(*arguments, lambda _: Accountant())
+    assert plan.sizes == {PiecewiseGraphs: [8, 16, 32, 64], DecodeGraphs: [1, 2, 4, 5]}
+    assert plan.num_bytes == (300 + 4 * 7) + (4 * 300 + 4 * 5)  # of the largest, and of each
+    assert plan_graphs(*arguments, lambda _: None) == GraphPlan(0, {})
 
 
 def test_graphs_can_be_switched_off(build_engine: BuildEngine) -> None:
     def fail(_: torch.device) -> GraphRecorder:
         raise AssertionError("a recorder is made")
 
-    assert build_engine(cuda_graphs="off", make_recorder=fail).runner.graphs is None
+    assert not build_engine(cuda_graphs="off", make_recorder=fail).runner.graphs
 
 
 def test_a_host_graph_repeats_work_and_no_code() -> None:
     source, target = torch.ones(3), torch.zeros(3)
     factor = 2.0
-    graph = HostGraphRecorder().record(lambda: target.copy_(source * factor))
+    [graph] = HostGraphRecorder().record(lambda: target.copy_(source * factor))
     factor = 100.0
     source.fill_(5.0)
     graph.replay()
@@ -285,7 +290,7 @@ def test_on_a_gpu_replays_compute_what_plain_steps_do(dtype: str, tmp_path: Path
             model=folder, device="cuda", dtype=dtype, pool_bytes=256 << 20, max_num_seqs=32, cuda_graphs=cuda_graphs
         )
         engine = Engine(config)
-        assert (engine.runner.graphs is not None) == (cuda_graphs == "auto")
+        assert bool(engine.runner.graphs) == (cuda_graphs == "auto")
         sequences = [add(engine, str(i), prompt, max_tokens=100) for i, prompt in enumerate(prompts)]
         begun_at = time.perf_counter()
         while engine.has_work:

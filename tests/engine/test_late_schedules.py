@@ -17,6 +17,8 @@ import torch
 from tandem.engine.engine import Engine
 from tandem.engine.graphs.capture import MakeRecorder
 from tandem.engine.graphs.recorder import make_recorder
+from tandem.engine.graphs.step_graph import StepGraph, StepGraphs
+from tandem.engine.model_runner import PackedBatch
 from tandem.engine.sequence import Phase, Sequence
 from tandem.protocol.messages import FinishReason, Fork
 from tests.engine.conftest import BuildEngine
@@ -103,6 +105,8 @@ class LateWorld:
         phase = source.choice([Phase.WHOLE, Phase.PREFILL_ONLY])
         expected = self._oracle[prompt, kind][: source.choice((1, 3, 40, 40))]
         sampling = make_sampling(max_tokens=len(expected), **KINDS[kind])
+        if self.engine.speculator is not None:
+            sampling = msgspec.structs.replace(sampling, prediction=tuple(expected))
         if source.random() < 0.3:
             stop = source.choice(expected)
             sampling = msgspec.structs.replace(sampling, stop_token_ids=(stop,))
@@ -184,10 +188,15 @@ def oracle(build_engine: BuildEngine) -> Oracle:
 
 
 def make_world(
-    build_engine: BuildEngine, oracle: Oracle, make_recorder: MakeRecorder = make_recorder, **options: Any
+    build_engine: BuildEngine,
+    oracle: Oracle,
+    make_recorder: MakeRecorder = make_recorder,
+    speculate: str = "auto",
+    **options: Any,
 ) -> LateWorld:
     # Small steps: a device is late with those that sample nothing.
     settings: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 16, "max_num_seqs": 6}
+    settings["speculate"] = speculate
     engine = build_engine(make_recorder=make_recorder, **settings)
     engine.scheduler.admission.lengths = Expects(1)  # answers get longer: blocks run out
     return LateWorld(engine, oracle, **options)
@@ -207,20 +216,45 @@ def test_late_results_change_no_answer(num_schedules: int, build_engine: BuildEn
     assert num_preemptions > 0
 
 
-@pytest.mark.parametrize("num_schedules", [8, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("num_schedules", [6, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "with drafts"])
 def test_graphs_change_no_answer_and_no_block(
-    num_schedules: int, build_engine: BuildEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    num_schedules: int, drafts: bool, build_engine: BuildEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every step is replayed: none is larger than the largest graph."""
     patch_kernels(monkeypatch)
     recorder = HostGraphRecorder()
-    world = make_world(build_engine, oracle, lambda _: recorder)
+    world = make_world(build_engine, oracle, lambda _: recorder, speculate="3" if drafts else "off", drafts=drafts)
+    engine = world.engine
+    num_steps, last = Counter[str](), {"sequences": 1, "tokens": engine.model.num_layers + 1}  # graphs of a step
+    for kind in engine.runner.graphs:
+        count_steps(kind, num_steps)
+    num_before = sum(graph.num_replays for graph in recorder.graphs)
     world.play_all(num_schedules)
-    num_replays = sum(graph.num_replays for graph in recorder.graphs)
-    num_preemptions = world.engine.scheduler.num_preemptions
-    print(f"{num_schedules} schedules: {num_replays} replays, {num_preemptions} preemptions, {dict(world.counts)}")
-    assert num_replays > 5 * num_schedules
+    num_replays = sum(graph.num_replays for graph in recorder.graphs) - num_before
+    num_accepted = 0 if engine.speculator is None else engine.speculator.num_accepted
+    num_preemptions = engine.scheduler.num_preemptions
+    print(
+        f"{num_schedules} schedules: {dict(num_steps)} steps of each kind, {num_replays} replays, "
+        f"{num_accepted} drafted tokens accepted, {num_preemptions} preemptions, {dict(world.counts)}"
+    )
+    assert num_replays == sum(num * last[unit] for unit, num in num_steps.items())
+    assert min(num_steps["sequences"], num_steps["tokens"]) > 3 * num_schedules
+    assert (num_accepted > num_schedules) == drafts
     assert num_preemptions > 0
     assert world.counts["aborted"] > 0
+
+
+def count_steps(kind: StepGraphs[Any], num_steps: Counter[str]) -> None:
+    """Count the steps that find a graph, by its unit."""
+    find = kind.find
+
+    def counted(batch: PackedBatch) -> StepGraph | None:
+        found = find(batch)
+        num_steps[kind.unit] += found is not None
+        return found
+
+    kind.find = counted  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("who", ["the engine", "peers"])

@@ -18,6 +18,8 @@ import pytest
 
 from tandem.engine import structured_output
 from tandem.engine.engine import Engine
+from tandem.engine.graphs import recorder
+from tandem.engine.graphs.capture import MakeRecorder
 from tandem.engine.sequence import Phase, Sequence
 from tandem.engine.step_result import SequenceFailure, StepResult
 from tandem.engine.structured_output import GrammarMatcher, MaskBudget
@@ -64,11 +66,15 @@ def engine(folder: Path) -> Iterator[Engine]:
     made.close()
 
 
-def make_engine(folder: Path, *, num_blocks: int = 200, **settings: Any) -> Engine:
+def make_engine(
+    folder: Path, *, num_blocks: int = 200, make_recorder: MakeRecorder = recorder.make_recorder, **settings: Any
+) -> Engine:
     block_bytes = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # layers, K and V, tokens, heads, head_dim, float32
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK_SIZE, **settings}
-    options |= {"model": str(folder), "dtype": "float32", "device": DEVICE}
-    return check_packing(Engine(EngineConfig(pool_bytes=num_blocks * block_bytes, **options)))
+    device = DEVICE if make_recorder is recorder.make_recorder else "cpu"  # those of tests record a CPU's work
+    options |= {"model": str(folder), "dtype": "float32", "device": device}
+    config = EngineConfig(pool_bytes=num_blocks * block_bytes, **options)
+    return check_packing(Engine(config, make_recorder=make_recorder))
 
 
 def run(engine: Engine) -> list[SequenceFailure]:

@@ -174,7 +174,7 @@ def test_quantized_models_are_refused(model_folder: Callable[[str], Path], tmp_p
 def test_ranks_that_fail_together_stay_in_step(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with two_ranks(build_engine) as engine:
         expected = answers(engine)
-        backend = type(engine.runner._backend)
+        backend = type(engine.runner.backend)
         call = backend.__call__
         num_calls = 0
 

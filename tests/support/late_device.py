@@ -148,10 +148,15 @@ class LateDevice:
         share_done: float = 0.3,
         share_wrong: float = 0.05,
         is_impatient: bool = False,
+        drafts: bool = False,
     ) -> None:
-        """`share_wrong`: of the tokens that later steps find on the device, how many are not the final ones."""
+        """`share_wrong`: of the tokens that later steps find on the device, how many are not the final ones.
+
+        `drafts`: let the engine draft, if it does: steps with drafts are waited for.
+        """
         self.stream = engine.stream = LateStream(seed, share_done=share_done, is_impatient=is_impatient)
-        engine.speculator = None  # drafts are for CPUs, where a step is done when its call returns
+        if not drafts:
+            engine.speculator = None
         self.num_wrong = 0
         self._share_wrong, self._source = share_wrong, random.Random(seed)
         self._engine = engine
@@ -188,7 +193,7 @@ class LateDevice:
         runner, batch = self._engine.runner, self._engine.runner.pack(chunks, late_tokens)
         size, reads, writes = self._engine.config.block_size, set[int](), set[int]()
         for chunk in chunks:
-            end = -(-(chunk.start + chunk.num_tokens) // size)
+            end = -(-(chunk.start + chunk.num_rows) // size)
             reads.update(chunk.sequence.blocks[:end])
             writes.update(chunk.sequence.blocks[chunk.start // size : end])
         self._spoil(batch.slot_mapping.tolist())

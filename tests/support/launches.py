@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from typing_extensions import override
 
+from tests.support.recorded_graph import HostGraph
+
 
 class _Counter(TorchDispatchMode):
     """Counts operations that write a result: all but views and those that only make a tensor."""
@@ -25,6 +27,20 @@ class _Counter(TorchDispatchMode):
         if not function.is_view and "empty" not in function.name():
             self.names.append(function.name())
         return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _counting_graphs(names: list[str]) -> Iterator[None]:
+    """Let a replay count once, whatever was recorded."""
+    replay = HostGraph.replay
+
+    def counted(graph: HostGraph) -> None:
+        names.append("graph")
+        with torch.utils._python_dispatch._disable_current_modes():
+            replay(graph)
+
+    with mock.patch.object(HostGraph, "replay", counted):
+        yield
 
 
 @contextmanager
@@ -45,8 +61,8 @@ def _counting_kernels(names: list[str]) -> Iterator[None]:
 
 
 def launches(function: Callable[[], object]) -> list[str]:
-    """Names of the operations and kernels that a call launches."""
+    """Names of the operations, kernels and graphs that a call launches."""
     counter = _Counter()
-    with torch.inference_mode(), counter, _counting_kernels(counter.names):
+    with torch.inference_mode(), counter, _counting_kernels(counter.names), _counting_graphs(counter.names):
         function()
     return counter.names

@@ -7,14 +7,15 @@ garbage. Work that reads a value on the host is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
@@ -94,6 +95,7 @@ class LateOperations(TorchDispatchMode):
         self._launched: list[Callable[[], object]] = []
         replay = HostGraph.replay
         monkeypatch.setattr(HostGraph, "replay", lambda graph: self._launched.append(lambda: replay(graph)))
+        patch_triton(monkeypatch, self._launched.append)
 
     def __torch_dispatch__(self, operation: Any, _: Any, arguments: tuple[Any, ...] = (), options: Any = None) -> Any:
         call = partial(operation, *arguments, **(options or {}))
@@ -124,21 +126,54 @@ class HostGraphRecorder(GraphRecorder):
         self.graphs: list[HostGraph] = []
 
     @override
-    def record(self, function: Callable[[], object]) -> DeviceGraph:
+    def record(self, function: Callable[[], object]) -> list[DeviceGraph]:
         function()
-        graph = HostGraph()
-        with graph:
+        first = len(self.graphs)
+        with ExitStack() as self._recording:
+            self._begin()
             function()
-        self.graphs.append(graph)
-        return graph
+        return [*self.graphs[first:]]
+
+    @override
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        if HostGraph.current is None:
+            return None
+        self._recording.close()
+        self._begin()
+        return list(tensors)  # graphs keep all that they made
+
+    def _begin(self) -> None:
+        self.graphs.append(self._recording.enter_context(HostGraph()))
 
     @override
     def trim(self) -> int:
         return 0
 
     @override
-    def graph_bytes(self) -> int:
-        return 1
+    def graph_bytes(self, num_graphs: int) -> int:
+        return num_graphs
+
+
+def patch_triton(monkeypatch: pytest.MonkeyPatch, take: Callable[[Callable[[], object]], object]) -> None:
+    """Hand launches of Triton's kernels to a function; the interpreter's own operations are nobody's business."""
+    interpreted = pytest.importorskip("triton.runtime.interpreter").InterpretedFunction
+    launch = interpreted.__getitem__
+
+    def handed(kernel: Any, grid: Any) -> Callable[..., object]:
+        def run(*arguments: Any, **options: Any) -> object:
+            with _disable_current_modes():
+                return launch(kernel, grid)(*arguments, **options)
+
+        return lambda *arguments, **options: take(partial(run, *arguments, **options))
+
+    monkeypatch.setattr(interpreted, "__getitem__", handed)
+
+
+def note_and_run(call: Callable[[], object]) -> object:
+    """Record a call, if work is recorded, and make it."""
+    if HostGraph.current is not None:
+        HostGraph.current.note(call)
+    return call()
 
 
 def patch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +197,7 @@ class _RecordingKernel:
         setattr(self._kernel, name, value)
 
     def __call__(self, *arguments: Any) -> Any:
-        if HostGraph.current is not None:
-            HostGraph.current.note(lambda: self._kernel(*arguments))
-        return self._kernel(*arguments)
+        return note_and_run(partial(self._kernel, *arguments))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
