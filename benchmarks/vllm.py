@@ -22,7 +22,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from benchmarks.common import Server, free_port, launched
+from benchmarks.common import COLOCATED, ONE_PAIR, Server, free_port, launched
 from tandem.cluster.engines.process import pin
 from tandem.cluster.model_store import resolve_model, served_name
 
@@ -34,8 +34,11 @@ _REMOTE_DECODE |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote
 
 
 def others(settings: argparse.Namespace) -> list[contextlib.AbstractContextManager[Server]]:
-    """vLLM's set-ups if it was asked for, as context managers that start them."""
-    return [_colocated(settings), _one_pair(settings)] if settings.vllm_python else []
+    """vLLM's set-ups if it was asked for, as context managers that start them: without its pair if ours is not there."""
+    if not settings.vllm_python:
+        return []
+    has_pair = getattr(settings, "setups", [ONE_PAIR.name]) != [COLOCATED.name]
+    return [_colocated(settings), _one_pair(settings)] if has_pair else [_colocated(settings)]
 
 
 @contextlib.contextmanager
