@@ -34,7 +34,7 @@ _REMOTE_DECODE |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote
 
 
 def others(settings: argparse.Namespace) -> list[contextlib.AbstractContextManager[Server]]:
-    """vLLM's set-ups if it was asked for, as context managers that start them: without its pair if ours is not there."""
+    """vLLM's set-ups if it was asked for, as context managers. Its pair only if ours is measured."""
     if not settings.vllm_python:
         return []
     has_pair = getattr(settings, "setups", [ONE_PAIR.name]) != [COLOCATED.name]
