@@ -106,8 +106,10 @@ _Kind = tuple[str, int]  # and how many streams
 
 def code_edit(source: random.Random, tokenizer: Tokenizer) -> Task:
     """A module with one of its names to be changed everywhere."""
-    text = _text(source, "scheduling", ".py")
-    name = source.choice(sorted({*re.findall(r"\b[a-z]+_[a-z_]+\b", text)}))
+    text = ""
+    while not (names := sorted({*re.findall(r"\b[a-z]+_[a-z_]+\b", text)})):
+        text = _text(source, "scheduling", ".py")
+    name = source.choice(names)
     ask = f"Rename `{name}` to `renamed_{name}` in this file. Answer with the whole file.\n\n```python\n{text}\n```"
     begun = "```python\n" + "".join(text.splitlines(keepends=True)[:6])
     return Task(
