@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTHS = (9, 21, 14, 17, 6)  # prompts computed side by side, each in two chunks
 _CUTS = (4, 13, 7, 1, 5)
-_TIMES = 4  # that they are beside each other in exact steps: these then have more rows than a narrow tile of a product
+_TIMES = 2  # that they are beside each other in exact steps: these then have more rows than a narrow tile of a product
 _WINDOW = 5  # of sliding layers meanwhile: shorter than the prompts, so that a window that is not applied is seen
 # Largest relative difference of the logits, in the median prompt: in bfloat16, rounding sometimes makes a mixture of
 # experts choose another expert. Quantized products may round activations as coarsely in float32.
