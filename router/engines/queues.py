@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from tandem.protocol.errors import ShuttingDown
+from tandem.protocol.routing import COST
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.engines.booked_attempt import BookedAttempt
 from tandem.router.engines.digests import EngineDigests
@@ -32,7 +33,7 @@ class ModelQueue:
         workers = ModelWorkers(fleet.registry, model)
         self._placer = EnginePlacer(model, lambda: fleet.engines, workers, fleet.index, fleet.costs, fleet.config)
         # The placer knows which engines may compute prompts, group by group. For admission, all with room may.
-        config = replace(fleet.config, local_prefill=True)
+        config = replace(fleet.config, routing=COST)
         self.admission = Admission(workers, fleet.costs, self._placer, fleet.tenants, config, fleet.registry.demand)
         self.admission_queue: AdmissionQueue[BookedAttempt] = AdmissionQueue(
             self.admission, fleet.registry, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock

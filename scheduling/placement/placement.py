@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tandem.protocol.routing import COST
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.workers import RegisteredWorker
 
@@ -89,6 +91,10 @@ class Placement:
     num_prompt_tokens: int
     expected_output_tokens: int
     skipped: dict[str, int]  # reason -> number of workers not considered
+    strategy: str = COST  # by which it was decided
+    rank: tuple[float, float] = (0.0, 0.0)  # among choices from several pools, the highest wins
+    # Predicted seconds that other strategies would have lost: of none, of one in turn, or of all where requested.
+    shadow: Mapping[str, float] = field(default_factory=dict)
     num_shared_tokens: int = 0  # prompt tokens whose KV is booked for another answer to the same prompt
 
     @property

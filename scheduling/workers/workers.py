@@ -79,6 +79,7 @@ class RegisteredWorker:
     num_incoming_seqs: int = 0  # awaited sequences whose prompt another worker computes
     prompts: list[BookedPrompt] = field(default_factory=list)  # without a first token, in the order of computing
     num_placed_tokens: int = 0  # all work ever placed here: breaks ties
+    last_booking: int = 0  # number of the latest booking here, counted over all workers; 0 = none
 
     @property
     def worker_id(self) -> str:

@@ -25,6 +25,7 @@ from tandem.protocol.messages import (
     WorkerPriority,
     WorkerState,
 )
+from tandem.protocol.routing import STRATEGIES
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.placement import Held, Placement
 from tandem.scheduling.placement.placer import Placer
@@ -35,7 +36,7 @@ from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
 from tests.support.builders import add_ready, make_card
-from tests.support.naive_placer import NaivePlacer, preference
+from tests.support.naive_placer import NaivePlacer, NaiveStrategy, preference
 
 
 class Pool:
@@ -46,7 +47,9 @@ class Pool:
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
-        self.placer = Placer(self.registry, self.index, self.costs, RouterConfig(local_prefill=local_prefill))
+        self.placer = Placer(
+            self.registry, self.index, self.costs, RouterConfig(routing="cost" if local_prefill else "cost,pairs")
+        )
 
     def add(self, worker_id: str, role: Role, **sizes: int) -> None:
         add_ready(self.registry, make_card(worker_id, role, **sizes))  # type: ignore[arg-type]
@@ -403,11 +406,15 @@ def test_decides_as_an_exhaustive_search_does(seed: int, num_workers: int, num_p
         order = rng.choice([-1.0, 0.0, 1.0, math.inf])
         excluded = {f"w{i}" for i in range(num_workers) if rng.random() < 0.1}
         outputs = rng.choice([1, 100])
-        expected = naive.candidates(
+        cheapest = naive.candidates(
             num_prompt_tokens, digests, outputs, 0.0, in_router=held, order=order, excluded=excluded
         )
+        service_class = ServiceClass("acme", routing=rng.choice(STRATEGIES), session=rng.choice(["", "a", "b"]))
+        request = make_request(num_prompt_tokens, outputs, digests=digests)
+        request = msgspec.structs.replace(request, service_class=service_class)
+        strategy = NaiveStrategy(pool.registry, pool.index, request, digests)
+        expected = strategy.among(service_class.routing, cheapest)
         try:
-            request = make_request(num_prompt_tokens, outputs, digests=digests)
             placement = pool.placer.place(request, 0.0, held=held, order=order, excluded=excluded, num_others=3)
         except NoWorker:
             assert not expected
@@ -424,7 +431,15 @@ def test_decides_as_an_exhaustive_search_does(seed: int, num_workers: int, num_p
             assert (placement.runner_up is None) == (not others)
             if placement.runner_up is not None:
                 assert preference(placement.runner_up) == pytest.approx(preference(others[0]), rel=1e-12)
-            assert all(other in expected for other in placement.others)
+            assert all(other in cheapest for other in placement.others)
+            assert placement.strategy == service_class.routing
+            assert placement.shadow == {
+                name: pytest.approx(
+                    strategy.among(name, cheapest)[0].terms.total_s - first.terms.total_s, rel=1e-9, abs=1e-9
+                )
+                for name in STRATEGIES
+                if name != service_class.routing
+            }
         shake(rng, pool, bookings)
 
 

@@ -405,7 +405,7 @@ async def test_an_idle_worker_reads_a_prompt_from_the_busy_one(
 ) -> None:
     monkeypatch.setattr("tandem.scheduling.cost_model.StepModel.observe", lambda self, stats: None)
     rng = random.Random(9)
-    async with running_cluster(tiny_model, TWO, router={"local_prefill": True}) as cluster:
+    async with running_cluster(tiny_model, TWO, router={"routing": "cost"}) as cluster:
         tokens = prompt_of(rng, 30)
         await cluster.generate(tokens)
         await eventually(lambda: max(map(cluster.index.num_blocks, TWO)) >= 30)
