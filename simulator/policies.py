@@ -77,7 +77,7 @@ class Tandem(Policy):
 
     def choose(self, request: RoutingRequest, now: float) -> RoutingChoice:
         """The product's decision."""
-        best = self._placer.place(_placement_request(request), now).best
+        best = self._placer.place(placement_request(request), now).best
         return RoutingChoice(best.prefill, best.decode, best.num_cached_tokens, best)
 
 
@@ -113,7 +113,7 @@ class _ByStrategy(_ByRole):
         table, pool = self.fleet.registry.table, {worker.worker_id for worker in workers}
         hit_tokens = np.minimum(table.column(hits) * table.block_size, request.num_prompt_tokens - 1)
         block_size = workers[0].card.block_size
-        preferences = Preferences(_placement_request(request), table, hit_tokens, request.digests, block_size)
+        preferences = Preferences(placement_request(request), table, hit_tokens, request.digests, block_size)
         mask = np.array([worker_id in pool for worker_id in table.rows])
         return table.workers[preferences.rows(self.strategy, mask)[0]]
 
@@ -257,7 +257,8 @@ class LlmD(_ByRole):
         return _lowest(workers, lambda worker: worker.num_booked_seqs, self.rng)
 
 
-def _placement_request(request: RoutingRequest) -> PlacementRequest:
+def placement_request(request: RoutingRequest) -> PlacementRequest:
+    """The request as the product's placement knows it."""
     return PlacementRequest(
         num_prompt_tokens=request.num_prompt_tokens,
         expected_output_tokens=request.expected_output_tokens,

@@ -92,9 +92,9 @@ class CandidateCosts:
             table, prefill_s = self._table, self._prefill.prefill_s.item(prefill)
             kinds = table.workers[prefill].card.kind, table.workers[decode].card.kind
             chunk_tokens = float(table.workers[prefill].card.max_num_batched_tokens)
-            transfer_s = self._costs.transfer(*kinds).costs.exposed_s(
-                self._handoff_bytes(decode), chunk_tokens * table.token_bytes.item(decode), prefill_s
-            )
+            links = self._costs.transfer(*kinds).costs
+            chunk_bytes = chunk_tokens * table.token_bytes.item(decode)
+            transfer_s = float(links.exposed_s(self._handoff_bytes(decode), chunk_bytes, prefill_s))
         return self._prefill.cost_s.item(prefill) + transfer_s + self._decode.cost_s.item(decode)
 
     def best_alone(self, standalone: Mask) -> Candidate | None:
