@@ -13,6 +13,7 @@ import msgspec
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import (
     FetchStats,
+    KvActions,
     LinkLoad,
     PinLoad,
     Quarantine,
@@ -165,6 +166,12 @@ class Registry:
             worker.tiers, worker.fetches = tiers, fetches
             if self._table is not None:
                 self._table.note_tiers(worker)
+
+    def note_actions(self, worker_id: str, actions: KvActions | None) -> None:
+        """Store why KV left a worker lately."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.actions = actions
 
     def is_reporter(self, store: str, worker_id: str) -> bool:
         """Whether the index follows this worker's events of a store that several workers share.

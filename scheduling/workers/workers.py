@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from tandem.protocol.messages import (
     FetchStats,
+    KvActions,
     LinkLoad,
     PinLoad,
     Quarantine,
@@ -63,6 +64,7 @@ class RegisteredWorker:
     progress_age_s: float = 0.0
     tiers: Sequence[TierLoad] = ()
     fetches: FetchStats | None = None
+    actions: KvActions | None = None
     links: Sequence[LinkLoad] = ()
     pins: PinLoad | None = None
     quarantines: Sequence[Quarantine] = ()

@@ -114,6 +114,7 @@ async def test_a_prompt_is_read_from_a_pool(tiny_model: Path, oracle: Oracle, tr
         stats = cluster.worker("b").parts.cache.fetcher.stats()
         assert stats.num_loaded_blocks["peer"] * BLOCK_SIZE == second.num_cached_tokens > 20 * BLOCK_SIZE
         assert cluster.worker("a").parts.lender.num_lent_blocks == stats.num_loaded_blocks["peer"]
+        assert [(one.outcome, one.sources) for one in stats.latest] == [("loaded", ["peer:a"])]
         third = await ask(cluster, "b", tokens)
         assert third.num_cached_tokens == 28 * BLOCK_SIZE, "what was read is cached like anything else"
         await cluster.becomes_idle()
