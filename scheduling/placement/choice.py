@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -69,9 +70,8 @@ class Choice:
         if strategy == COST:
             return self.candidates(COST)[0].terms.total_s
         prefill, decode = self._rows(strategy)
-        may_alone = self._pools.standalone.item(decode)
-        shapes = [(decode, decode)] * may_alone + ([] if prefill is None else [(prefill, decode)])
-        return min(self._costs.total_s(*shape) for shape in shapes)
+        alone_s = self._costs.total_s(decode, decode) if self._pools.standalone.item(decode) else math.inf
+        return alone_s if prefill is None else min(alone_s, self._costs.total_s(prefill, decode))
 
     def _preferred(self, strategy: str) -> Pools:
         """The pools with the preferred worker of each alone."""
