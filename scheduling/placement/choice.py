@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +16,8 @@ from tandem.scheduling.placement.placement import Candidate
 from tandem.scheduling.placement.strategies import Preferences
 from tandem.scheduling.workers.worker_table import WorkerTable
 
-SHADOW_EVERY = 4
+SHADOW_EVERY = 10
+_OTHERS = {strategy: [name for name in STRATEGIES if name != strategy] for strategy in STRATEGIES}
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, are spread evenly, whatever the period of the traffic
 
 
@@ -29,12 +32,22 @@ class Pools(NamedTuple):
 class Choice:
     """One decision. A worker is a row of the table."""
 
-    def __init__(self, costs: CandidateCosts, pools: Pools, preferences: Preferences, table: WorkerTable) -> None:
+    def __init__(
+        self, costs: CandidateCosts, pools: Pools, table: WorkerTable, preferences: Callable[[], Preferences]
+    ) -> None:
+        """`preferences` is called if a strategy other than cost has a say."""
         self._costs = costs
         self._pools = pools
-        self._preferences = preferences
         self._table = table
-        self._has_pairs = bool(np.count_nonzero(pools.prefillers))
+        self._make_preferences = preferences
+
+    @cached_property
+    def _preferences(self) -> Preferences:
+        return self._make_preferences()
+
+    @cached_property
+    def _has_pairs(self) -> bool:
+        return bool(np.count_nonzero(self._pools.prefillers))
 
     def candidates(self, strategy: str) -> list[Candidate]:
         """The cheapest pair and the cheapest single worker, or the two cheapest single ones: the cheapest first."""
@@ -48,17 +61,17 @@ class Choice:
         return sorted((one for one in (alone, other) if one is not None), key=preference)
 
     def rank(self, strategy: str, best: Candidate) -> tuple[float, float]:
-        """How good this choice is beside those from other pools: the highest wins."""
+        """How much the strategy likes this choice, beside those from other pools."""
         if strategy == COST:
-            return -best.terms.total_s, 0.0
+            return 0.0, 0.0
         return self._preferences.rank(strategy, self._table.rows[best.decode.worker_id])
 
     def shadow(self, strategy: str, best: Candidate, *, is_whole: bool) -> dict[str, float]:
         """Predicted seconds that each other strategy would have lost, if `is_whole`.
 
-        Else of one of them in one of `SHADOW_EVERY` decisions, so that a decision takes 5 us longer and not 100.
+        Else of one of them in one of `SHADOW_EVERY` decisions, because that takes 20 to 50 us.
         """
-        names = [name for name in STRATEGIES if name != strategy]
+        names = _OTHERS[strategy]
         if not is_whole:
             num_decisions = self._table.last_booking.item(self._table.last_booking.argmax())
             turn = int(num_decisions * _GOLDEN % 1.0 * SHADOW_EVERY * len(names))

@@ -92,7 +92,7 @@ class Placement:
     expected_output_tokens: int
     skipped: dict[str, int]  # reason -> number of workers not considered
     strategy: str = COST  # by which it was decided
-    rank: tuple[float, float] = (0.0, 0.0)  # among choices from several pools, the highest wins
+    rank: tuple[float, float] = (0.0, 0.0)  # among choices from several pools the highest wins, then the cheapest
     # Predicted seconds that other strategies would have lost: of none, of one in turn, or of all where requested.
     shadow: Mapping[str, float] = field(default_factory=dict)
     num_shared_tokens: int = 0  # prompt tokens whose KV is booked for another answer to the same prompt

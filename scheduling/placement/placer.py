@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class Placer:
         self._workers = workers
         self._index = index
         self._costs = costs
-        self._config = config
+        self._strategy, self._is_paired = config.strategy, not config.local_prefill
 
     @property
     def can_place(self) -> bool:
@@ -112,9 +113,9 @@ class Placer:
         hits = self._index.longest_prefix(digests, now)
         holder = self._deepest_holder(hits, digests) if table.has_peers else None
         costs = CandidateCosts(request, table, self._costs, hits=hits, holder=holder, held=held, order=order)
-        preferences = Preferences(request, table, costs.hit_tokens, digests, card.block_size)
-        choice = Choice(costs, pools, preferences, table)
-        strategy = request.service_class.routing or self._config.strategy
+        preferences = partial(Preferences, request, table, costs.hit_tokens, digests, card.block_size)
+        choice = Choice(costs, pools, table, preferences)
+        strategy = request.service_class.routing or self._strategy
         candidates = choice.candidates(strategy)
         if not candidates:
             raise NoWorker("no worker can take this request: none computes prompts, and those that decode need one")
@@ -133,7 +134,7 @@ class Placer:
 
     def _standalone(self, table: WorkerTable, request: PlacementRequest, prefillers: Mask, decoders: Mask) -> Mask:
         """The workers that may serve the whole request."""
-        if not self._config.local_prefill and np.count_nonzero(prefillers):
+        if self._is_paired and np.count_nonzero(prefillers):
             return decoders & table.is_colocated
         return decoders & table.serves_alone if table.has_halves and request.generates else decoders
 

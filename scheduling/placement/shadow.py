@@ -7,7 +7,7 @@ from typing import Any
 from tandem.protocol.routing import STRATEGIES
 from tandem.scheduling.placement.placement import Placement
 
-_WEIGHT = 0.01  # of the newest decision, once there are a hundred
+_WEIGHT = 0.002  # of the newest decision, once there are 500: single requests lose very different times
 
 
 class Shadow:

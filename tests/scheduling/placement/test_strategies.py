@@ -151,7 +151,7 @@ def test_the_shadow_is_what_the_other_strategy_would_have_cost() -> None:
     pool, digests = colocated("a", "b", "c"), chain(100)
     pool.cache("b", digests)
     shadow, expected = Shadow(), dict.fromkeys(NAMED, 0.0)
-    for number in range(400):
+    for number in range(1000):
         placement = place(pool, "cost", 1600, digests=digests if number % 3 else prompt(number, 100))
         assert len(placement.shadow) <= 1
         assert all(lost_s >= 0 for lost_s in placement.shadow.values()), "cost is the least there is"
@@ -166,8 +166,8 @@ def test_the_shadow_is_what_the_other_strategy_would_have_cost() -> None:
             pool.registry.set_state("a", WorkerState.DEAD, "test")
             pool.add("a", Role.COLOCATED)
     counts = shadow.num_decisions
-    assert sum(counts.values()) == pytest.approx(400 / SHADOW_EVERY, abs=10)
-    assert all(count == pytest.approx(80 / SHADOW_EVERY, abs=4) for count in counts.values()), counts
+    assert sum(counts.values()) == pytest.approx(1000 / SHADOW_EVERY, abs=5)
+    assert all(count == pytest.approx(200 / SHADOW_EVERY, abs=2) for count in counts.values()), counts
     for name, mean_s in shadow.mean_lost_s.items():
         assert mean_s == pytest.approx(expected[name] / counts[name], rel=1e-6, abs=1e-9), name
     assert max(shadow.mean_lost_s.values()) > 0
@@ -177,10 +177,10 @@ def test_the_shadow_is_what_the_other_strategy_would_have_cost() -> None:
 def test_old_traffic_fades_from_the_shadow() -> None:
     placement = colocated("a").place(10)
     shadow = Shadow()
-    for lost_s, number in ((1.0, 200), (3.0, 1000)):
+    for lost_s, number in ((1.0, 200), (3.0, 5000)):
         for _ in range(number):
             shadow.note(replace(placement, shadow={"kv": lost_s}))
-    assert shadow.report() == {"kv": {"mean_lost_s": pytest.approx(3.0, rel=0.001), "num_decisions": 1200}}
+    assert shadow.report() == {"kv": {"mean_lost_s": pytest.approx(3.0, rel=0.001), "num_decisions": 5200}}
 
 
 @pytest.mark.parametrize(
