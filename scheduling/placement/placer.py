@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
 from tandem.protocol.messages import Role, is_readable, worker_of
+from tandem.protocol.routing import COST
 from tandem.scheduling.cost_model import CostModel, Mask
 from tandem.scheduling.placement.candidate_costs import CandidateCosts
-from tandem.scheduling.placement.choice import Choice, Pools
+from tandem.scheduling.placement.choice import OTHERS, Choice, Pools, Verdict, cheapest, shadowed_now
 from tandem.scheduling.placement.placement import Held, Holder, Placement
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.placement.strategies import Preferences
@@ -113,10 +113,14 @@ class Placer:
         hits = self._index.longest_prefix(digests, now)
         holder = self._deepest_holder(hits, digests) if table.has_peers else None
         costs = CandidateCosts(request, table, self._costs, hits=hits, holder=holder, held=held, order=order)
-        preferences = partial(Preferences, request, table, costs.hit_tokens, digests, card.block_size)
-        choice = Choice(costs, pools, table, preferences)
         strategy = request.service_class.routing or self._strategy
-        candidates = choice.candidates(strategy)
+        shadowed = OTHERS[strategy] if num_others else shadowed_now(strategy, table)
+        if strategy == COST and not shadowed:  # mostly
+            verdict = Verdict(cheapest(costs, pools, table))
+        else:
+            preferences = Preferences(request, table, costs.hit_tokens, digests, card.block_size)
+            verdict = Choice(costs, pools, table, preferences).by(strategy, shadowed)
+        candidates = verdict.candidates
         if not candidates:
             raise NoWorker("no worker can take this request: none computes prompts, and those that decode need one")
         best = candidates[0]
@@ -128,8 +132,8 @@ class Placer:
             expected_output_tokens=request.expected_output_tokens,
             skipped=skipped,
             strategy=strategy,
-            rank=choice.rank(strategy, best),
-            shadow=choice.shadow(strategy, best, is_whole=num_others > 0),
+            rank=verdict.rank,
+            shadow=verdict.shadow,
         )
 
     def _standalone(self, table: WorkerTable, request: PlacementRequest, prefillers: Mask, decoders: Mask) -> Mask:
