@@ -58,7 +58,7 @@ class Setup:
 
 COLOCATED = Setup("colocated", ("--colocated",))
 ONE_PAIR = Setup("1P1D", ("--prefill=1", "--decode=1"))
-ONE_PAIR_ALWAYS = Setup("1P1D, always a pair", (*ONE_PAIR.flags, "--no-local-prefill"))
+ONE_PAIR_ALWAYS = Setup("1P1D, always a pair", (*ONE_PAIR.flags, "--routing=cost,pairs"))
 
 
 def checkouts(settings: argparse.Namespace) -> dict[str, Path]:

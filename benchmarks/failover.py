@@ -32,7 +32,7 @@ _TOKEN_IDS = range(1000, 4000)  # valid in any model with a vocabulary of a few 
 _PROMPT_TOKENS = 200
 _POOL = "--pool-bytes=500000000"
 _READY_S = 120.0  # for the victim's successor
-_ONE_AND_TWO = Setup("1P2D", ("--prefill=1", "--decode=2", "--no-local-prefill"))
+_ONE_AND_TWO = Setup("1P2D", ("--prefill=1", "--decode=2", "--routing=cost,pairs"))
 
 
 @dataclass(frozen=True, slots=True)

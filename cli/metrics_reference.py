@@ -27,6 +27,7 @@ from tandem.router.workers.metrics import (
 )
 from tandem.runtime.tracing.export import SpanExport
 from tandem.scheduling.cache_sizing import CacheSizing
+from tandem.scheduling.placement.shadow import Shadow
 from tandem.scheduling.workers.registry import Registry
 
 _UNITS = ("seconds", "bytes", "tokens", "blocks", "ratio")
@@ -136,7 +137,7 @@ def _parts() -> dict[str, list[Any]]:
     pins = SimpleNamespace(num_pins=0, num_blocks=0, max_blocks=0, num_refused={})
     shared: list[Any] = [
         LoadCollector(registry),
-        AdmissionCollector(cast(Any, SimpleNamespace(stats={}, queued=dict))),
+        AdmissionCollector(cast(Any, SimpleNamespace(stats={}, queued=dict, shadow=Shadow()))),
         MoveCollector(ReservationContext(now=time.monotonic)),
         KeyCollector(ApiKeys()),
         *_registered(FrontendMetrics),

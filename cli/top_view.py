@@ -60,7 +60,7 @@ def render(snapshot: Json, *, url: str, sort: str, width: int, height: int, noti
         decisions = _decisions(snapshot, num_decisions, width)
     num_left -= len(decisions)
     if num_left > 0:
-        move = [*_autoscaler_lines(snapshot), *_error_line(snapshot)][:num_left]
+        move = [*_shadow_line(snapshot), *_autoscaler_lines(snapshot), *_error_line(snapshot)][:num_left]
     num_left -= len(move)
     num_blanks = sum(map(bool, (pools, tiers, move, decisions))) + 1
     has_blanks = num_left >= num_blanks
@@ -168,6 +168,14 @@ def _autoscaler_lines(snapshot: Json) -> Iterable[Text]:
     for move in snapshot["autoscaler"].get("moves", [])[:1]:
         words = _clean(f"{_move(move)}: {move['reason']}")
         yield Text("latest move  ", style="dim", no_wrap=True) + words
+
+
+def _shadow_line(snapshot: Json) -> Iterable[Text]:
+    """What a request would have lost by other routing strategies, the most expensive first."""
+    costs = {name: one["mean_lost_s"] for name, one in snapshot["shadow"].items()}
+    ranked = sorted(costs, key=costs.__getitem__, reverse=True)
+    if shown := [f"{name} {_duration(costs[name])}" for name in ranked]:
+        yield Text("a request would lose with  ", style="dim", no_wrap=True) + _clean(", ".join(shown))
 
 
 def _error_line(snapshot: Json) -> Iterable[Text]:

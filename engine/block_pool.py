@@ -35,6 +35,8 @@ from tandem.engine.block_lru import BlockLru
 
 Array = np.ndarray[Any, Any]
 
+# Why a cached block is evicted: no sequence used it for longest, or only pinned ones were left.
+UNUSED, PINNED = "unused", "pinned"
 _FEW = 16  # for up to this many blocks a loop is faster than numpy's calls
 
 
@@ -53,6 +55,7 @@ class BlockPool:
         self._evictable = BlockLru(num_blocks)
         self._kept = BlockLru(num_blocks)
         self._pinned: set[bytes] = set()  # cached or not
+        self.num_evicted = {UNUSED: 0, PINNED: 0}  # blocks since the start, by reason
         self._ref_counts = np.zeros(num_blocks, dtype=np.int32)
         # The same memory: reading one element takes a third of the time of numpy's.
         self._ref_count, self._free_block = self._ref_counts.data, self._free.data
@@ -266,6 +269,7 @@ class BlockPool:
             self._num_free -= 1
             block = self._free_block[self._num_free]
         else:
+            self.num_evicted[UNUSED if self._evictable else PINNED] += 1
             block = (self._evictable or self._kept).pop_one()
             self._removed.append(self._index.drop(block))
         self._ref_count[block] = 1
@@ -276,8 +280,11 @@ class BlockPool:
         num_free = min(num_blocks, self._num_free)
         self._num_free -= num_free
         free = self._free[self._num_free : self._num_free + num_free][::-1]
-        num_evicted = min(num_blocks - num_free, len(self._evictable))
-        evicted = self._evictable.pop(num_evicted), self._kept.pop(num_blocks - num_free - num_evicted)
+        num_unused = min(num_blocks - num_free, len(self._evictable))
+        num_pinned = num_blocks - num_free - num_unused
+        self.num_evicted[UNUSED] += num_unused
+        self.num_evicted[PINNED] += num_pinned
+        evicted = self._evictable.pop(num_unused), self._kept.pop(num_pinned)
         blocks = np.concatenate([free, *evicted])
         if num_free < num_blocks:
             self._removed += self._index.drop_run(blocks[num_free:])

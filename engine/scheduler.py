@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -29,7 +30,7 @@ from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStat
 from tandem.engine.sequence_blocks import SchedulerListener, SequenceBlocks
 from tandem.engine.tenant_room import TenantRoom
 from tandem.protocol.digest import extend_digests
-from tandem.protocol.messages import PoolSlots, WorkerPriority
+from tandem.protocol.messages import MAX_ACTIONS, PoolSlots, Preemption, WorkerPriority
 
 _MAX_PASSED = 8  # waiting sequences without room or prefix that others may pass: each is looked at every time
 
@@ -82,6 +83,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_scored = max_num_scored
         self.num_preemptions = 0
+        self.preemptions_by_reason: Counter[str] = Counter()
+        self.latest_preemptions: deque[Preemption] = deque(maxlen=MAX_ACTIONS)
         self._listeners: list[SchedulerListener] = []
         self._queues = queues = SequenceQueues()
         self.waiting, self.running = queues.waiting, queues.running
@@ -190,8 +193,13 @@ class Scheduler:
             self._lacked_room = any(not sequence.blocks for sequence in self.waiting)
         return chunks
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence, reason: str = "no free block") -> None:
         """Take a sequence's blocks back and let it wait."""
+        num_blocks, num_tokens = len(sequence.blocks), sequence.num_computed_tokens
+        self.preemptions_by_reason[reason] += 1
+        self.latest_preemptions.append(
+            Preemption(request_id=sequence.request_id, reason=reason, num_blocks=num_blocks, num_tokens=num_tokens)
+        )
         self.blocks.take_back(sequence)
         self.num_preemptions += 1
         if sequence.status is SequenceStatus.RUNNING:
@@ -202,7 +210,7 @@ class Scheduler:
     def _give_way(self, sequence: Sequence) -> None:
         """Preempt a sequence for another tenant."""
         sequence.gave_way = True
-        self.preempt(sequence)
+        self.preempt(sequence, "room for another tenant")
 
     def _prefill_order(self, chunks: list[ScheduledChunk]) -> list[tuple[Sequence, WorkerPriority]]:
         """The running prompts in the order in which they are computed, each with its priority. `chunks` decode.
@@ -233,7 +241,7 @@ class Scheduler:
                 self._run(step, sequence)
         if not self.running and received and (len(received) > 1 or self.admission.is_hopeless(received[-1])):
             # All of them lack a block, and no running sequence will give one back.
-            self.preempt(received[-1])
+            self.preempt(received[-1], "nothing else can run")
             self._admit_received(step)
 
     def _admit(self, step: _Step, *, before: float) -> None:

@@ -10,12 +10,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from tandem.scheduling.admission.stats import WAIT_BUCKETS_S, TenantStats
 from tandem.scheduling.admission.work import Work
+from tandem.scheduling.placement.shadow import Shadow
 
 _BOUNDS = [*map(str, WAIT_BUCKETS_S), "+Inf"]
 
 
 class AdmissionSource(Protocol):
     """An `Admission`, or the sum of several."""
+
+    @property
+    def shadow(self) -> Shadow:
+        """What other strategies of routing would have cost."""
 
     @property
     def stats(self) -> Mapping[str, TenantStats]:
@@ -34,6 +39,7 @@ class AdmissionCollector:
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
         yield from self._queue()
+        yield from self._shadow()
         by_reason = ["tenant", "reason"]
         admitted = CounterMetricFamily(
             "tandem_router_admitted", "Requests that were admitted and sent to workers or engines", labels=["tenant"]
@@ -58,6 +64,22 @@ class AdmissionCollector:
             for reason, count in stats.dropped.items():
                 dropped.add_metric([tenant, reason], count)
         yield from (admitted, waits, rejected, dropped)
+
+    def _shadow(self) -> Iterator[Metric]:
+        lost = GaugeMetricFamily(
+            "tandem_router_shadow_lost_seconds",
+            "Predicted seconds that a request would have lost by this routing strategy, as a moving mean",
+            labels=["strategy"],
+        )
+        decisions = CounterMetricFamily(
+            "tandem_router_shadow_decisions",
+            "Decisions that were compared with this routing strategy",
+            labels=["strategy"],
+        )
+        for strategy, mean_s in self._admission.shadow.mean_lost_s.items():
+            lost.add_metric([strategy], mean_s)
+            decisions.add_metric([strategy], self._admission.shadow.num_decisions[strategy])
+        yield from (lost, decisions)
 
     def _queue(self) -> Iterator[Metric]:
         requests = GaugeMetricFamily(

@@ -55,6 +55,7 @@ def overview_of(
         "pools": _pools(workers, costs),
         "tenants": _tenants(admission, tenants),
         "decisions": _decisions(decisions),
+        "shadow": admission.shadow.report(),
         "autoscaler": _latest_moves(autoscaler),
     }
 

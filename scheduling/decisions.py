@@ -72,6 +72,8 @@ class RoutingDecision:
                 "num_new_tokens": placement.num_new_tokens,
                 "expected_output_tokens": placement.expected_output_tokens,
                 "skipped": placement.skipped,
+                "strategy": placement.strategy,
+                "shadow": dict(placement.shadow),
             }
         rounded: dict[str, Any] = _rounded(shown)
         return rounded

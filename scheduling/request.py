@@ -13,11 +13,13 @@ DEFAULT_TENANT = "default"  # the tenant of requests that name none
 
 
 class ServiceClass(msgspec.Struct, frozen=True, array_like=True):
-    """The tenant of a request, its urgency, and its deadline for the first token."""
+    """The tenant of a request, its urgency, its deadline for the first token, and how it wants to be routed."""
 
     tenant: str = DEFAULT_TENANT
     priority: int = 0  # lower is more urgent, as in vLLM
     ttft_slo_s: float | None = None  # None = the tenant's own SLO; inf = no SLO
+    routing: str = ""  # strategy of `protocol/routing.py`; "" = the server's
+    session: str = ""  # what the strategy `session` keeps together; "" = none
 
 
 class PromptDigests(Protocol):

@@ -11,13 +11,18 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import join_digests
 from tandem.protocol.messages import BlockEvents
+from tandem.protocol.routing import KV, LEAST_LOADED, PREFIX, ROUND_ROBIN
 from tandem.scheduling.placement.placement import Candidate
 from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.placement.strategies import Preferences
 from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.workers.workers import RegisteredWorker, can_decode, can_prefill
 from tandem.simulator.fleet import SimulatedFleet
@@ -72,12 +77,7 @@ class Tandem(Policy):
 
     def choose(self, request: RoutingRequest, now: float) -> RoutingChoice:
         """The product's decision."""
-        placement_request = PlacementRequest(
-            num_prompt_tokens=request.num_prompt_tokens,
-            expected_output_tokens=request.expected_output_tokens,
-            digests=CommonDigests(request.digests),
-        )
-        best = self._placer.place(placement_request, now).best
+        best = self._placer.place(placement_request(request), now).best
         return RoutingChoice(best.prefill, best.decode, best.num_cached_tokens, best)
 
 
@@ -103,29 +103,46 @@ class _ByRole(Policy):
         return self.pick(workers, request, hits)
 
 
-class RoundRobin(_ByRole):
-    """Each worker of a pool after the other. Dynamo's default mode; each pool alone, as in vLLM production-stack."""
+class _ByStrategy(_ByRole):
+    """A strategy of `--routing`, by the product's own code, for the worker of each role."""
 
-    def __init__(self, fleet: SimulatedFleet, rng: random.Random) -> None:
-        super().__init__(fleet, rng)
-        self._num_picked: dict[bool, int] = {}
+    strategy: ClassVar[str]
 
     def pick(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
-        """The next worker of this pool."""
-        pool = can_prefill(workers[0])
-        self._num_picked[pool] = self._num_picked.get(pool, -1) + 1
-        return workers[self._num_picked[pool] % len(workers)]
+        """The worker of this pool that the strategy prefers."""
+        table, pool = self.fleet.registry.table, {worker.worker_id for worker in workers}
+        hit_tokens = np.minimum(table.column(hits) * table.block_size, request.num_prompt_tokens - 1)
+        block_size = workers[0].card.block_size
+        preferences = Preferences(placement_request(request), table, hit_tokens, request.digests, block_size)
+        mask = np.array([worker_id in pool for worker_id in table.rows])
+        return table.workers[preferences.rows(self.strategy, mask)[0]]
 
 
-class LeastLoaded(_ByRole):
+class RoundRobin(_ByStrategy):
+    """Each worker of a pool after the other. Dynamo's default mode; each pool alone, as in vLLM production-stack."""
+
+    strategy = ROUND_ROBIN
+
+
+class LeastLoaded(_ByStrategy):
     """Fewest uncomputed prompt tokens; among equals fewest KV tokens. Knows no cache.
 
     The reference's `ll` with decoding; routers that count requests (Dynamo's least-loaded) see less.
     """
 
-    def pick(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
-        """The least loaded worker."""
-        return min(workers, key=lambda worker: (worker.uncomputed_tokens, worker.booked_kv_tokens))
+    strategy = LEAST_LOADED
+
+
+class MostKv(_ByStrategy):
+    """The most prompt tokens in the pool, within the bound of load."""
+
+    strategy = KV
+
+
+class PrefixHash(_ByStrategy):
+    """A rendezvous hash of the prompt's beginning, within the bound of load; consistent hashing elsewhere."""
+
+    strategy = PREFIX
 
 
 class PowerOfTwo(_ByRole):
@@ -240,6 +257,15 @@ class LlmD(_ByRole):
         return _lowest(workers, lambda worker: worker.num_booked_seqs, self.rng)
 
 
+def placement_request(request: RoutingRequest) -> PlacementRequest:
+    """The request as the product's placement knows it."""
+    return PlacementRequest(
+        num_prompt_tokens=request.num_prompt_tokens,
+        expected_output_tokens=request.expected_output_tokens,
+        digests=CommonDigests(request.digests),
+    )
+
+
 def _lowest(
     workers: Sequence[RegisteredWorker], cost: Callable[[RegisteredWorker], float], rng: random.Random
 ) -> RegisteredWorker:
@@ -251,6 +277,8 @@ def _lowest(
 POLICIES: dict[str, type[Policy]] = {
     "round_robin": RoundRobin,
     "least_loaded": LeastLoaded,
+    "kv": MostKv,
+    "prefix": PrefixHash,
     "power_of_two": PowerOfTwo,
     "cache_aware": CacheAwareThreshold,
     "dynamo": Dynamo,

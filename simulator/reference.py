@@ -123,7 +123,7 @@ class _Tandem(_Routing):
         self._booked_tokens = dict.fromkeys(self._by_id, 0)  # uncomputed tokens by the registry's count
         fleet.costs.steps(_KIND).costs = StepCosts(0.0, 1 / tokens_per_s, 0.0, 0.0, 0.0)
         fleet.join(_card("sink", Role.DECODE))
-        config = RouterConfig(local_prefill=False, max_queued_prompt_tokens=_UNLIMITED_TOKENS)
+        config = RouterConfig(routing="cost,pairs", max_queued_prompt_tokens=_UNLIMITED_TOKENS)
         self._placer = Placer(fleet.registry, fleet.index, fleet.costs, config)
 
     def choose(self, request: TraceRequest, digests: Sequence[bytes], hits: dict[str, int], now: float) -> _Worker:

@@ -24,6 +24,8 @@ _COLORS = {
     "power_of_two": "#E69F00",
     "least_loaded": "#56B4E9",
     "round_robin": "#7F7F7F",
+    "kv": "#8C564B",
+    "prefix": "#BCBD22",
 }
 _SMOOTH_WINDOWS = 5  # windows averaged for each point of a timeline
 

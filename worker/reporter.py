@@ -11,6 +11,7 @@ import msgspec
 from tandem.protocol.messages import (
     FetchStats,
     Heartbeat,
+    KvActions,
     LinkLoad,
     PinLoad,
     Quarantine,
@@ -20,6 +21,7 @@ from tandem.protocol.messages import (
     WorkerLoad,
 )
 from tandem.worker.assembly import WorkerParts
+from tandem.worker.kv.action_log import ActionLog
 from tandem.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ class StatusReporter:
         self._links: list[LinkLoad] = []
         self._quarantines: list[Quarantine] = []
         self._tiers: tuple[list[TierLoad], FetchStats | None, PinLoad | None] = ([], None, None)
+        self._actions: KvActions | None = None
+        self._action_log = ActionLog(parts.engine)
         self._next_report = 0.0
 
     @property
@@ -111,7 +115,8 @@ class StatusReporter:
             self._links = parts.prefill.writes.loads
             self._quarantines = parts.decode.quarantines(now)
             fetches = parts.cache.fetcher.stats(parts.lender.num_lent_blocks, parts.copies.num_blocks)
-            self._tiers = (parts.cache.loads(), fetches, parts.pins.load())
+            self._tiers = (tiers := parts.cache.loads(), fetches, parts.pins.load())
+            self._actions = self._action_log.look(tiers, now)
 
     def heartbeat(self) -> Heartbeat:
         """The heartbeat to send now."""
@@ -124,6 +129,7 @@ class StatusReporter:
             handoffs=self._live_handoffs,
             tiers=tiers,
             fetches=fetches,
+            actions=self._actions,
             links=self._links,
             quarantines=self._quarantines,
             pins=pins,

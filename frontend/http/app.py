@@ -68,6 +68,7 @@ class RouterApp(FastAPI):
             config.cors_allow_origins,
             hosts_allowed(config),
             tracing,
+            config.allows_routing_header,
         )
         self.audit_log = AuditLog(config.audit_log, metrics.lost_audit_lines.inc)
         self._raw: dict[str, EdgeMiddleware] = {}

@@ -31,7 +31,7 @@ from tandem.frontend.http.json_body import LARGE_BODY_BYTES
 from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.origin_checks import check_host_and_origin, page_refused
 from tandem.frontend.http.request_id import REQUEST_ID_HEADER, note_request_id
-from tandem.frontend.http.request_options import note_span
+from tandem.frontend.http.request_options import note_may_route, note_span
 from tandem.frontend.keys.api_key import ApiKey
 from tandem.frontend.keys.limiter import KeyUse
 from tandem.protocol.errors import RateLimitExceeded, ServingError
@@ -59,6 +59,7 @@ class MiddlewareSettings:
     allow_origins: Collection[str]
     allow_hosts: Collection[str] | None = None  # None = any
     tracing: Tracing | None = None
+    may_route: bool = False  # whether clients may name a routing strategy
     leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server is going to end
     # To decode one of millions of bytes takes 0.1 s: others' streams go on between two of them.
     large_bodies: TimeSlicer = field(default_factory=lambda: TimeSlicer(budget_s=0.0, rests=True))
@@ -114,6 +115,8 @@ class EdgeMiddleware:
         request_id = note_request_id(scope).shown
         headers = ((_REQUEST_ID, request_id.encode()), *headers)
         ignored = begin_ignored()
+        if self._settings.may_route:
+            note_may_route(scope)
         span: LiveSpan | None = None
         if self._settings.tracing is not None and scope["path"] not in OPEN_PATHS:
             span = self._settings.tracing.begin_request(scope, request_id)

@@ -18,9 +18,10 @@ from starlette.routing import BaseRoute, Route
 from tandem.frontend.http.answer_shapes import Error, ErrorBody, MessagesError
 from tandem.frontend.http.refusals import Refusal
 from tandem.frontend.http.request_id import REQUEST_ID_HEADER
-from tandem.frontend.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
+from tandem.frontend.http.request_options import EXPLAIN_HEADER, ROUTING_HEADER, SLO_HEADER, TENANT_HEADER
 from tandem.frontend.http.sessions import CONVERSATION_HEADER, MAX_CONVERSATION_ID_CHARS, SESSION_HEADERS
 from tandem.protocol.errors import ConfigError, ServingError, error_kinds
+from tandem.protocol.routing import STRATEGIES
 from tandem.scheduling.admission.tenants import TENANT_NAME
 
 Json = dict[str, Any]
@@ -99,6 +100,12 @@ GENERATION_HEADERS = (
         "header",
         {"type": "number", "exclusiveMinimum": 0},
         "Milliseconds within which the first token must come; a request that cannot meet this gets 429.",
+    ),
+    Parameter(
+        ROUTING_HEADER,
+        "header",
+        {"enum": list(STRATEGIES)},
+        "The routing strategy, where the operator lets clients choose (`--routing cost,header`); else it is ignored.",
     ),
     Parameter(EXPLAIN_HEADER, "header", {"enum": ["0", "1"]}, "`1`: the response explains the routing decision."),
 )

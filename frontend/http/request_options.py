@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.requests import Request
 from starlette.types import Scope
 
+from tandem.frontend.http.ignored_fields import note_ignored
 from tandem.frontend.http.request_id import RequestId, request_id_of
 from tandem.frontend.keys.api_key import ApiKey
 from tandem.frontend.keys.limiter import KeyUse
 from tandem.protocol.errors import RequestError, ServingError
+from tandem.protocol.routing import STRATEGIES
 from tandem.runtime.tracing.client_context import client_trace_headers
 from tandem.scheduling.admission.tenants import TENANT_NAME
 from tandem.scheduling.request import DEFAULT_CLASS, DEFAULT_TENANT, ServiceClass
@@ -22,10 +24,12 @@ if TYPE_CHECKING:
 
 TENANT_HEADER = "x-tandem-tenant"
 SLO_HEADER = "x-tandem-ttft-slo-ms"
+ROUTING_HEADER = "x-tandem-routing"  # strategy of `protocol/routing.py`
 EXPLAIN_HEADER = "x-tandem-explain"  # in a request: 1; in a response: the decision as JSON
 
 
-_KEY, _KEY_USE, _SPAN = "tandem.api_key", "tandem.key_use", "tandem.span"  # keys in the ASGI scope
+# Keys in the ASGI scope.
+_KEY, _KEY_USE, _SPAN, _MAY_ROUTE = "tandem.api_key", "tandem.key_use", "tandem.span", "tandem.may_route"
 
 
 class RequestOptions(NamedTuple):
@@ -51,13 +55,19 @@ def request_options(request: Request, priority: int | None) -> RequestOptions:
     scope = request.scope
     # Made once, as each lookup in Starlette's headers walks over all of them.
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
-    service_class = ServiceClass(_tenant(headers), priority, _slo_s(headers))
+    routing = _routing(headers, may_route=bool(scope.get(_MAY_ROUTE)))
+    service_class = ServiceClass(_tenant(headers), priority, _slo_s(headers), routing)
     return RequestOptions(request_id_of(scope), headers, service_class, _explains(headers), span_of(scope))
 
 
 def note_key(scope: Scope, key: ApiKey) -> None:
     """Note the API key that a request was accepted with."""
     scope[_KEY] = key
+
+
+def note_may_route(scope: Scope) -> None:
+    """Note that the operator lets clients name a routing strategy."""
+    scope[_MAY_ROUTE] = True
 
 
 def note_span(scope: Scope, span: LiveSpan) -> None:
@@ -133,6 +143,16 @@ def _slo_s(headers: Mapping[str, str]) -> float | None:
     if not 0 < slo_ms < math.inf:
         raise RequestError(f"The header {SLO_HEADER} must be milliseconds above 0, not '{value[:50]}'.")
     return slo_ms / 1e3
+
+
+def _routing(headers: Mapping[str, str], *, may_route: bool) -> str:
+    value = headers.get(ROUTING_HEADER, "")
+    if value and not may_route:
+        note_ignored(ROUTING_HEADER, "this server does not let clients choose")
+        return ""
+    if value and value not in STRATEGIES:
+        raise RequestError(f"The header {ROUTING_HEADER} must be one of {', '.join(STRATEGIES)}, not '{value[:50]}'.")
+    return value
 
 
 def _explains(headers: Mapping[str, str]) -> bool:

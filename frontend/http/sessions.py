@@ -31,6 +31,11 @@ def conversation_named(headers: Mapping[str, str], conversation_id: str | None, 
     return conversation_id or named or _session(headers, prompt_cache_key)
 
 
+def routing_session(conversation_id: str, user: Any) -> str:
+    """What the routing strategy `session` keeps on one worker; "" = nothing. The conversation, else the body's user."""
+    return conversation_id or (user[:MAX_CONVERSATION_ID_CHARS] if isinstance(user, str) else "")
+
+
 def _session(headers: Mapping[str, str], prompt_cache_key: Any) -> str:
     given = [(name, headers[name]) for name in SESSION_HEADERS if name in headers]
     for name, value in (*given, ("prompt_cache_key", prompt_cache_key)):

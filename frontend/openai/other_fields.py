@@ -62,7 +62,7 @@ prompt_cache_retention prompt_mode provider reasoning reasoning_effort reasoning
 repetition_detection request_id return_mm_kwargs return_prompt_text return_token_ids return_token_offsets return_tokens
 return_tokens_as_token_ids routed_experts_prompt_start safe_prompt safety_identifier search_parameters service_tier
 session_id spaces_between_special_tokens speed store stream_interval thinking_token_budget timeout top_a
-top_logprobs_num transforms truncation_side user user_profile_id verbosity vllm_xargs watermarking web_search_options
+top_logprobs_num transforms truncation_side user_profile_id verbosity vllm_xargs watermarking web_search_options
 workspace_id
 """
 PASSED_OVER = frozenset(_PASSED_OVER.split())

@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.frontend.http.ignored_fields import note_ignored
 from tandem.frontend.http.request_options import RequestOptions
-from tandem.frontend.http.sessions import conversation_named
+from tandem.frontend.http.sessions import conversation_named, routing_session
 from tandem.frontend.openai.answer_formats import AnswerParsing
 from tandem.frontend.openai.choice_text import ChoicePlan
 from tandem.frontend.openai.logprobs import ScoredPrompt
@@ -137,7 +137,8 @@ def _sampling(context: ServingContext, request: PreparedRequest) -> Iterator[Sam
 def _generate_request(
     request: PreparedRequest, prompt: Prompt, params: SamplingParams, index: int, sibling: int
 ) -> GenerateRequest:
-    service_class = request.options.service_class
+    session = routing_session(request.conversation_id, request.fields.user)
+    service_class = msgspec.structs.replace(request.options.service_class, session=session)
     sampling = sibling_seed(params, sibling)
     if prompt.scored is not None and not sibling:
         sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=request.num_logprobs)

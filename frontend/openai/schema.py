@@ -194,6 +194,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     cache_salt: CacheSalt = None
     conversation_id: Conversation = None
     prompt_cache_key: PromptCacheKey = None
+    user: Annotated[Any, Doc("The session of the routing strategy `session`, if no conversation is named.")] = None
     priority: QueuePriority = None
 
 

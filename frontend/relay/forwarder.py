@@ -20,7 +20,7 @@ from tandem.frontend.http.json_body import read_json
 from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.request_options import EXPLAIN_HEADER, key_use_of, request_options, trace_headers_of
 from tandem.frontend.http.response_writer import ResponseWriter
-from tandem.frontend.http.sessions import conversation_named
+from tandem.frontend.http.sessions import conversation_named, routing_session
 from tandem.frontend.http.text_work import work_on_text
 from tandem.frontend.http.wrong_value import shown
 from tandem.frontend.openai.sampling import UNKNOWN_CONTEXT_TOKENS
@@ -127,6 +127,8 @@ class Forwarder:
         model, adapter = self._model_of(body)
         options = request_options(http_request, priority_of(body))
         scope = self._scopes.of(options.service_class.tenant, cache_salt_of(body))
+        conversation_id = conversation_named(options.headers, None, body.get("prompt_cache_key"))
+        session = routing_session(conversation_id, body.get("user"))
         reader = self._readers.get(model, self._text)
         max_tokens = self._dispatcher.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
         prompt = await work_on_text(
@@ -143,7 +145,7 @@ class Forwarder:
             cache_scope=scope,
             max_tokens=api.max_tokens(body) or MAX_OUTPUT_TOKENS,
             is_stream=api.generates and bool(body.get("stream")),
-            service_class=options.service_class,
+            service_class=msgspec.structs.replace(options.service_class, session=session),
             explains=options.explains,
             traceparent=options.traceparent,
             generates=api.generates,
@@ -155,7 +157,7 @@ class Forwarder:
             arrived_s=arrived_s,
             span=options.span,
             trace_headers=trace_headers_of(http_request.scope),
-            conversation_id=conversation_named(options.headers, None, body.get("prompt_cache_key")),
+            conversation_id=conversation_id,
             key_use=key_use_of(http_request),
         )
 

@@ -80,6 +80,7 @@ def chat_request(
         cache_salt=request.cache_salt,
         conversation_id=request.conversation_id or conversation_id,
         prompt_cache_key=request.prompt_cache_key,
+        user=request.user,
         priority=request.priority,
     )
 

@@ -20,6 +20,7 @@ from tandem.protocol.config.panels import (
     CountOrZero,
     Seconds,
 )
+from tandem.protocol.routing import COST, HEADER, PAIRS, STRATEGIES, is_routing, routing_options
 from tandem.protocol.settings import Setting, check_settings, require
 
 _HOST = re.compile(r"\[[0-9a-fA-F:.]+\](:\d+)?|[^\s/:@*,\[\]]+(:\d+)?|[0-9a-fA-F:.]+")
@@ -114,9 +115,18 @@ class RouterConfig:
         Meta(ge=1, le=64),
         Setting("Processes that share the HTTP port; more than one is needed beyond about 100 streams.", HTTP),
     ] = 1
-    local_prefill: Annotated[
-        bool, Setting("Let a decode worker compute a prompt itself where that is cheaper than a handoff.", WORKERS)
-    ] = True
+    routing: Annotated[
+        str,
+        Setting(
+            "How requests choose workers: cost, kv, prefix, session, round-robin or least-loaded (docs/routing.md). "
+            "After a comma: pairs = a decode worker computes no prompt while a prefill worker can; header = clients "
+            "may name another strategy in x-tandem-routing.",
+            WORKERS,
+            metavar="STRATEGY",
+            is_valid=is_routing,
+            rule=f"one of {', '.join(STRATEGIES)}, then pairs, header or both, separated by commas",
+        ),
+    ] = COST
     max_queued_prompt_tokens: Annotated[
         int,
         Meta(ge=1, le=2**62),  # so that a simulation can set no limit
@@ -227,6 +237,21 @@ class RouterConfig:
     # The rest have no flags.
     header_timeout_s: float = 10.0  # for a client to send a header
     body_timeout_s: float = 30.0  # for a client to send a body, plus 1 s for each 16 KB that has arrived
+
+    @property
+    def strategy(self) -> str:
+        """Routing strategy of requests that name none."""
+        return self.routing.partition(",")[0]
+
+    @property
+    def local_prefill(self) -> bool:
+        """Whether a decode worker may compute a prompt itself where that is cheaper than a handoff."""
+        return PAIRS not in routing_options(self.routing)
+
+    @property
+    def allows_routing_header(self) -> bool:
+        """Whether clients may name the strategy."""
+        return HEADER in routing_options(self.routing)
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -40,13 +40,18 @@ from tandem.protocol.messages.router_to_worker import (
     prompt_fields,
 )
 from tandem.protocol.messages.worker import (
+    MAX_ACTIONS,
+    Eviction,
+    FetchAction,
     FetchStats,
     Heartbeat,
+    KvActions,
     KvHolder,
     LinkLoad,
     PeerAddress,
     PinLoad,
     PoolSlots,
+    Preemption,
     Quarantine,
     Role,
     StepStats,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from tandem.protocol.messages.fields import Digest, Measure, Name, Names, Number, Seconds
+
+MAX_ACTIONS = 16  # latest actions of a kind that a heartbeat tells
 
 
 class Role(enum.StrEnum):
@@ -130,6 +133,49 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
     block_s: Measure = 0.0  # learned cost of each block; inf while the tier cannot be reached
 
 
+class FetchAction(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt whose KV a tier or a peer had: what was decided, and what came of it."""
+
+    request_id: Name
+    outcome: Name  # as in `FetchStats.num_prompts`
+    age_s: Seconds  # since it ended
+    sources: Annotated[list[Name], Meta(max_length=MAX_ACTIONS)] = []  # that the plan loads from
+    num_cached_blocks: Number = 0  # found in the pool
+    num_loaded_blocks: Number = 0
+    predicted_s: Measure = 0.0  # until the prompt is computed, by the plan
+    recompute_s: Measure = 0.0  # the same without loading
+    load_s: Measure = 0.0  # predicted time of the loads alone
+    actual_load_s: Measure = 0.0
+
+
+class Preemption(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence whose blocks were given to others: it is computed again later, mostly from the cache."""
+
+    request_id: Name
+    reason: Name
+    num_blocks: Number
+    num_tokens: Number  # whose KV was in them
+    age_s: Seconds = 0.0
+
+
+class Eviction(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that left a pool or a tier within half a second."""
+
+    place: Name  # "pool" or a tier
+    reason: Name
+    num_blocks: Number
+    age_s: Seconds
+
+
+class KvActions(msgspec.Struct, frozen=True, kw_only=True):
+    """Why KV left a worker: totals since the start, and the latest actions, newest first."""
+
+    num_preemptions: dict[Name, Number] = {}  # by reason
+    num_evicted_blocks: dict[Name, dict[Name, Number]] = {}  # by place and reason
+    preemptions: Annotated[list[Preemption], Meta(max_length=MAX_ACTIONS)] = []
+    evictions: Annotated[list[Eviction], Meta(max_length=MAX_ACTIONS)] = []
+
+
 class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
     """Decisions of a worker about prompts whose KV a tier or a peer had, since the start."""
 
@@ -142,6 +188,7 @@ class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
     predicted_load_s: Measure  # sums, over the prompts that were loaded
     actual_load_s: Measure
     saved_s: float  # predicted time of computing minus that of loading
+    latest: Annotated[list[FetchAction], Meta(max_length=MAX_ACTIONS)] = []  # newest first
 
 
 class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,6 +253,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     handoffs: list[tuple[Name, Number]] = []
     tiers: list[TierLoad] = []
     fetches: FetchStats | None = None
+    actions: KvActions | None = None
     links: list[LinkLoad] = []  # running totals, so a lost heartbeat loses nothing
     quarantines: list[Quarantine] = []
     pins: PinLoad | None = None

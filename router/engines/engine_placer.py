@@ -129,7 +129,7 @@ class EnginePlacer(Placer):
                 refused[group] = exc
         if not found:
             raise self._no_engine(engines, tried, now, request.tenant, refused)
-        return min(found, key=lambda placement: placement.best.terms.total_s)
+        return max(found, key=lambda placement: (placement.rank, -placement.best.terms.total_s))
 
     def _no_engine(
         self,

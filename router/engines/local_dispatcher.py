@@ -178,6 +178,7 @@ class LocalDispatcher:
             "num_indexed_blocks": len(fleet.index),
             "mean_output_tokens": fleet.lengths.mean_output_tokens,
             "admission": self.queues.report(),
+            "shadow": self.queues.shadow.report(),
             "autoscaler": self.manager.autoscaler_status,
         }
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from tandem.protocol.errors import ShuttingDown
+from tandem.protocol.routing import COST
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.engines.booked_attempt import BookedAttempt
 from tandem.router.engines.digests import EngineDigests
@@ -22,18 +23,21 @@ from tandem.scheduling.admission.stats import TenantStats
 from tandem.scheduling.admission.work import Work
 from tandem.scheduling.decisions import MAX_DECISIONS
 from tandem.scheduling.placement.placement import Placement
+from tandem.scheduling.placement.shadow import Shadow
 from tandem.scheduling.request import PlacementRequest
 
 
 class ModelQueue:
     """The queue of one model."""
 
-    def __init__(self, fleet: EngineFleet, model: str) -> None:
+    def __init__(self, fleet: EngineFleet, model: str, shadow: Shadow) -> None:
         workers = ModelWorkers(fleet.registry, model)
         self._placer = EnginePlacer(model, lambda: fleet.engines, workers, fleet.index, fleet.costs, fleet.config)
         # The placer knows which engines may compute prompts, group by group. For admission, all with room may.
-        config = replace(fleet.config, local_prefill=True)
-        self.admission = Admission(workers, fleet.costs, self._placer, fleet.tenants, config, fleet.registry.demand)
+        config = replace(fleet.config, routing=COST)
+        self.admission = Admission(
+            workers, fleet.costs, self._placer, fleet.tenants, config, fleet.registry.demand, shadow
+        )
         self.admission_queue: AdmissionQueue[BookedAttempt] = AdmissionQueue(
             self.admission, fleet.registry, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
         )
@@ -68,12 +72,13 @@ class Queues:
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
         self._queues: dict[str, ModelQueue] = {}
+        self.shadow = Shadow()
 
     def of(self, model: str) -> ModelQueue:
         """The queue of a model, which must be one of the fleet's."""
         queue = self._queues.get(model)
         if queue is None:
-            queue = self._queues[model] = ModelQueue(self._fleet, model)
+            queue = self._queues[model] = ModelQueue(self._fleet, model, self.shadow)
         return queue
 
     @property

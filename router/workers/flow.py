@@ -165,6 +165,7 @@ class RequestFlow:
             "costs": self._costs.export(),
             "queued_prompt_tokens": self._registry.queued_prompt_tokens,
             "admission": self.admission.report(),
+            "shadow": self.admission.shadow.report(),
             "num_requests": self._registry.num_bookings,
             "num_handoffs": self.num_handoffs,
             "num_indexed_blocks": len(self._index),

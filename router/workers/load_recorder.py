@@ -35,6 +35,7 @@ class LoadRecorder:
         worker_id = heartbeat.worker_id
         self._registry.note_load(worker_id, heartbeat.load, now, progress_age_s=heartbeat.progress_age_s)
         self._registry.note_tiers(worker_id, heartbeat.tiers, heartbeat.fetches)
+        self._registry.note_actions(worker_id, heartbeat.actions)
         self._registry.note_pins(worker_id, heartbeat.pins)
         self._registry.note_quarantines(worker_id, heartbeat.quarantines)
         self._registry.note_dropped(worker_id, heartbeat.num_dropped, dropped_here)

@@ -48,6 +48,7 @@ def worker_report(
         "queue_s": queue_s(worker, steps),
         "tiers": [msgspec.to_builtins(tier) for tier in worker.tiers],
         "fetches": msgspec.to_builtins(worker.fetches),
+        "actions": msgspec.to_builtins(worker.actions),
         "links": [msgspec.to_builtins(link) for link in worker.links],
         "quarantines": [msgspec.to_builtins(quarantine) for quarantine in worker.quarantines],
         "pins": msgspec.to_builtins(worker.pins),

@@ -34,6 +34,7 @@ from tandem.scheduling.admission.worker_room import WorkerRoom
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.placement import Held, Placement
 from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.shadow import Shadow
 from tandem.scheduling.request import PlacementRequest, PromptDigests, ServiceClass
 from tandem.scheduling.workers.demand import DemandMeter
 from tandem.scheduling.workers.worker_table import Workers
@@ -70,6 +71,7 @@ class Admission:
         tenants: Tenants,
         config: RouterConfig,
         demand: DemandMeter | None = None,
+        shadow: Shadow | None = None,
     ) -> None:
         self._costs = costs
         self._demand = demand or DemandMeter()
@@ -84,6 +86,7 @@ class Admission:
         self._stats = AdmissionStats(tenants)
         self._version = 0  # counts the calls of `next`
         self._forecaster = Forecaster(workers, costs, placer, tenants, config, self._queue, self._held, self._room)
+        self.shadow = shadow or Shadow()
         self.contention = Contention()
         self.lengths = AnswerLengths()
 
@@ -351,6 +354,7 @@ class Admission:
         self._queue.serve(queued)
         wait_s = now - queued.arrived_s
         self._stats.note_admitted(queued.tenant, wait_s)
+        self.shadow.note(queued.placement)
         return Dispatch(queued, queued.placement, wait_s, self._worker_priority(queued, now))
 
     def _worker_priority(self, queued: QueuedRequest, now: float) -> WorkerPriority:

@@ -72,8 +72,8 @@ class CandidateCosts:
         self._steps, self._step_s, self._queue_s = table.pace(costs, order)
         self._hit_blocks = table.column(hits)
         # The last token of the prompt is always computed, for its logits.
-        self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, self._num_prompt_tokens - 1)
-        self._missed_tokens = self._num_prompt_tokens - self._hit_tokens
+        self.hit_tokens = np.minimum(self._hit_blocks * table.block_size, self._num_prompt_tokens - 1)
+        self._missed_tokens = self._num_prompt_tokens - self.hit_tokens
         self._sources = [*self._own_tiers(hits), *([self._peer(holder)] if holder is not None else [])]
         self._num_seqs, self._kv_tokens = table.num_booked_seqs, table.booked_kv_tokens
         self._decode_step_s = self._step_s
@@ -84,6 +84,18 @@ class CandidateCosts:
             self._decode_step_s = self._steps.step_s(self._num_seqs, self._kv_tokens)
         self._prefill = self._prefill_sides()
         self._decode = self._decode_sides()
+
+    def total_s(self, prefill: int, decode: int) -> float:
+        """The cost of one pair, or of one worker that does both: that of its `Candidate`, without making it."""
+        transfer_s = 0.0
+        if prefill != decode:
+            table, prefill_s = self._table, self._prefill.prefill_s.item(prefill)
+            kinds = table.workers[prefill].card.kind, table.workers[decode].card.kind
+            chunk_tokens = float(table.workers[prefill].card.max_num_batched_tokens)
+            links = self._costs.transfer(*kinds).costs
+            chunk_bytes = chunk_tokens * table.token_bytes.item(decode)
+            transfer_s = float(links.exposed_s(self._handoff_bytes(decode), chunk_bytes, prefill_s))
+        return self._prefill.cost_s.item(prefill) + transfer_s + self._decode.cost_s.item(decode)
 
     def best_alone(self, standalone: Mask) -> Candidate | None:
         """The cheapest single worker."""
@@ -130,7 +142,7 @@ class CandidateCosts:
     def _prefill_sides(self) -> _PrefillSides:
         """Cost of computing the prompt, or of reading what a source has of it and computing the rest."""
         table = self._table
-        prefill_s, work_s = self._prefill_s(self._missed_tokens, self._hit_tokens)
+        prefill_s, work_s = self._prefill_s(self._missed_tokens, self.hit_tokens)
         fetch_s, must_beat_s, readers = np.zeros(len(table)), _FETCH_GAIN * prefill_s, []
         for source in self._sources:
             rest_s, rest_work_s = self._prefill_s(self._num_prompt_tokens - source.num_tokens, source.num_tokens)
@@ -192,7 +204,7 @@ class CandidateCosts:
         step_s = self._step_s.item(row) + costs.prefill_work_s(num_computed, 0.0)
         links = self._costs.transfers_of([(holder.worker.card.kind, kind) for kind in table.kinds], table.kind_idx)
         num_held = min(float(holder.num_blocks * holder.worker.card.block_size), self._num_prompt_tokens - 1)
-        num_bytes = (num_held - self._hit_tokens) * table.token_bytes
+        num_bytes = (num_held - self.hit_tokens) * table.token_bytes
         may_read: Mask = self._hit_blocks < holder.num_blocks
         if not table.is_one_cache:
             may_read &= table.cache_idx == table.cache_idx.item(row)
@@ -226,10 +238,13 @@ class CandidateCosts:
     def _transfer_s(self, decode: int) -> Vector:
         """The part of the transfer to this worker that prefill does not hide: whole blocks that the worker lacks."""
         table, card = self._table, self._table.workers[decode].card
-        num_bytes = math.ceil(self._missed_tokens.item(decode) / card.block_size) * card.block_bytes
         chunk_bytes = table.chunk_tokens * table.token_bytes.item(decode)
         links = self._costs.transfers_of([(kind, card.kind) for kind in table.kinds], table.kind_idx)
-        return links.exposed_s(num_bytes, chunk_bytes, self._prefill.prefill_s)
+        return links.exposed_s(self._handoff_bytes(decode), chunk_bytes, self._prefill.prefill_s)
+
+    def _handoff_bytes(self, decode: int) -> int:
+        card = self._table.workers[decode].card
+        return math.ceil(self._missed_tokens.item(decode) / card.block_size) * card.block_bytes
 
     def _least_transfer_s(self) -> Vector:
         """A lower bound of the transfer to each worker, wherever the prompt is computed."""
@@ -241,7 +256,7 @@ class CandidateCosts:
     def _takes_handoffs_like(self, decode: int) -> Mask:
         """Workers to which a transfer takes as long as to this one."""
         table = self._table
-        is_alike: Mask = self._hit_tokens == self._hit_tokens.item(decode)
+        is_alike: Mask = self.hit_tokens == self.hit_tokens.item(decode)
         return is_alike if table.is_one_shape else is_alike & (table.shape_idx == table.shape_idx.item(decode))
 
     def _by_cost(self, mask: Mask, cost_s: Vector) -> list[int]:
@@ -273,7 +288,7 @@ class CandidateCosts:
                 if isinstance(num_cached, np.ndarray):
                     num_cached = num_cached.item(prefill)
                 return Candidate(workers[prefill], workers[decode], int(num_cached), source.holder, terms, source.tier)
-        return Candidate(workers[prefill], workers[decode], int(self._hit_tokens.item(prefill)), None, terms)
+        return Candidate(workers[prefill], workers[decode], int(self.hit_tokens.item(prefill)), None, terms)
 
 
 def _among(mask: Mask, cost_s: Vector) -> Vector:

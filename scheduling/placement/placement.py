@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
+from tandem.protocol.routing import COST
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.workers import RegisteredWorker
+
+ANY_RANK = (0.0, 0.0)  # of a choice by cost
+NO_SHADOW: Mapping[str, float] = MappingProxyType({})
 
 
 class Terms(NamedTuple):
@@ -89,6 +95,10 @@ class Placement:
     num_prompt_tokens: int
     expected_output_tokens: int
     skipped: dict[str, int]  # reason -> number of workers not considered
+    strategy: str = COST  # by which it was decided
+    rank: tuple[float, float] = ANY_RANK  # among choices from several pools the highest wins, then the cheapest
+    # Predicted seconds that other strategies would have lost: of none, of one in turn, or of all where requested.
+    shadow: Mapping[str, float] = field(default_factory=lambda: NO_SHADOW)
     num_shared_tokens: int = 0  # prompt tokens whose KV is booked for another answer to the same prompt
 
     @property

@@ -13,10 +13,13 @@ import numpy as np
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
 from tandem.protocol.messages import Role, is_readable, worker_of
+from tandem.protocol.routing import COST
 from tandem.scheduling.cost_model import CostModel, Mask
-from tandem.scheduling.placement.candidate_costs import CandidateCosts, preference
+from tandem.scheduling.placement.candidate_costs import CandidateCosts
+from tandem.scheduling.placement.choice import OTHERS, Choice, Pools, Verdict, cheapest, shadowed_now
 from tandem.scheduling.placement.placement import Held, Holder, Placement
 from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.placement.strategies import Preferences
 from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.worker_table import Workers, WorkerTable
 from tandem.scheduling.workers.workers import can_decode, can_prefill
@@ -29,14 +32,14 @@ class Placer:
     """Places one request at a time. The caller books the result before the next placement.
 
     `config.local_prefill=False` excludes decode workers alone from the candidates while there is a pair; colocated
-    workers remain.
+    workers remain. A strategy other than cost leaves one worker of each pool to choose from (`strategies.py`).
     """
 
     def __init__(self, workers: Workers, index: PrefixIndex, costs: CostModel, config: RouterConfig) -> None:
         self._workers = workers
         self._index = index
         self._costs = costs
-        self._config = config
+        self._strategy, self._is_paired = config.strategy, not config.local_prefill
 
     @property
     def can_place(self) -> bool:
@@ -103,33 +106,41 @@ class Placer:
             decoders, can_hand_over = is_usable, False
         if not np.count_nonzero(decoders):
             raise NoWorker(self._explain_no_worker(request, int(np.count_nonzero(is_usable)), skipped))
-        digests = request.digests.of(table.workers[int(decoders.argmax())].card)
+        prefillers = is_usable & table.is_prefiller if can_hand_over else ~table.everyone
+        pools = Pools(prefillers, decoders, self._standalone(table, request, prefillers, decoders))
+        card = table.workers[int(decoders.argmax())].card
+        digests = request.digests.of(card)
         hits = self._index.longest_prefix(digests, now)
         holder = self._deepest_holder(hits, digests) if table.has_peers else None
         costs = CandidateCosts(request, table, self._costs, hits=hits, holder=holder, held=held, order=order)
-        prefillers = is_usable & table.is_prefiller if can_hand_over else ~table.everyone
-        pair = costs.best_pair(prefillers, decoders)
-        standalone = decoders & table.serves_alone if table.has_halves and request.generates else decoders
-        if pair is not None and not self._config.local_prefill:
-            standalone = decoders & table.is_colocated
-        alone = costs.best_alone(standalone)
-        other = pair
-        if pair is None and alone is not None:
-            standalone = standalone.copy()
-            standalone[table.rows[alone.decode.worker_id]] = False
-            other = costs.best_alone(standalone)
-        candidates = sorted((c for c in (alone, other) if c is not None), key=preference)
+        strategy = request.service_class.routing or self._strategy
+        shadowed = OTHERS[strategy] if num_others else shadowed_now(strategy, table)
+        if strategy == COST and not shadowed:  # mostly
+            verdict = Verdict(cheapest(costs, pools, table))
+        else:
+            preferences = Preferences(request, table, costs.hit_tokens, digests, card.block_size)
+            verdict = Choice(costs, pools, table, preferences).by(strategy, shadowed)
+        candidates = verdict.candidates
         if not candidates:
             raise NoWorker("no worker can take this request: none computes prompts, and those that decode need one")
-        others = costs.next_best(candidates[0], prefillers, decoders, standalone, num_others)
+        best = candidates[0]
         return Placement(
-            best=candidates[0],
+            best=best,
             runner_up=candidates[1] if len(candidates) > 1 else None,
-            others=tuple(others),
+            others=tuple(costs.next_best(best, *pools, num_others)),
             num_prompt_tokens=request.num_prompt_tokens,
             expected_output_tokens=request.expected_output_tokens,
             skipped=skipped,
+            strategy=strategy,
+            rank=verdict.rank,
+            shadow=verdict.shadow,
         )
+
+    def _standalone(self, table: WorkerTable, request: PlacementRequest, prefillers: Mask, decoders: Mask) -> Mask:
+        """The workers that may serve the whole request."""
+        if self._is_paired and np.count_nonzero(prefillers):
+            return decoders & table.is_colocated
+        return decoders & table.serves_alone if table.has_halves and request.generates else decoders
 
     def _usable(
         self, table: WorkerTable, request: PlacementRequest, excluded: Collection[str], *, falls_back: bool

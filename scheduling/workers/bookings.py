@@ -21,7 +21,9 @@ class Booking:
         decode: RegisteredWorker,
         load: RequestLoad,
         priority: WorkerPriority,
+        number: int,
     ) -> None:
+        """`number` counts the bookings of the registry."""
         self.order = priority.order
         self._tenant = priority.tenant
         self.step_tokens = priority.max_step_tokens or prefill.card.max_num_batched_tokens
@@ -47,6 +49,7 @@ class Booking:
         decode.awaited_kv_tokens += load.num_kv_tokens
         decode.num_incoming_seqs += prefill is not decode
         decode.num_placed_tokens += load.num_kv_tokens
+        prefill.last_booking = decode.last_booking = number
         changed_workers |= {prefill, decode}
 
     def prefill_done(self) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import (
     FetchStats,
+    KvActions,
     LinkLoad,
     PinLoad,
     Quarantine,
@@ -47,6 +48,7 @@ class Registry:
         self.demand = DemandMeter()  # what clients ask of these workers
         self._workers: dict[str, RegisteredWorker] = {}
         self._bookings: set[Booking] = set()
+        self._num_reserved = 0  # bookings ever made
         self._reporters: dict[str, str] = {}  # shared store -> the worker whose events the index follows
         self._table: WorkerTable | None = None  # rebuilt when workers join, leave, or change state or role
         self._changed: set[RegisteredWorker] = set()  # workers whose bookings are not in the table yet
@@ -165,6 +167,12 @@ class Registry:
             if self._table is not None:
                 self._table.note_tiers(worker)
 
+    def note_actions(self, worker_id: str, actions: KvActions | None) -> None:
+        """Store why KV left a worker lately."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.actions = actions
+
     def is_reporter(self, store: str, worker_id: str) -> bool:
         """Whether the index follows this worker's events of a store that several workers share.
 
@@ -216,7 +224,8 @@ class Registry:
     def reserve(self, load: RequestLoad, priority: WorkerPriority = WorkerPriority()) -> Booking:
         """Book a decision's load at once, so that the next decision sees it."""
         prefill, decode = self._workers[load.prefill], self._workers[load.decode]
-        return Booking(self._bookings, self._changed, prefill, decode, load, priority)
+        self._num_reserved += 1
+        return Booking(self._bookings, self._changed, prefill, decode, load, priority, self._num_reserved)
 
     def _notify(self, change: WorkerChange) -> None:
         logger.info("worker %s is %s: %s", change.worker.worker_id, change.worker.state, change.reason)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
+from hashlib import blake2b
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tandem.protocol.messages import Role, WorkerCard, WorkerState, holder_name
 from tandem.scheduling.cost_model import CostModel, Mask, Rows, StepCosts, Vector
@@ -65,7 +68,7 @@ class WorkerTable:
         self.tiers: dict[str, TierCosts] = {}  # by name, fastest first
         for worker in workers:
             self.note_tiers(worker)
-        self._loads = np.zeros((8, len(workers)))
+        self._loads = np.zeros((9, len(workers)))
         self.num_booked_seqs: Vector = self._loads[0]
         self.booked_kv_tokens: Vector = self._loads[1]
         self.uncomputed_tokens: Vector = self._loads[2]
@@ -74,6 +77,7 @@ class WorkerTable:
         self.num_placed_tokens: Vector = self._loads[5]
         self.last_order: Vector = self._loads[6]
         self.num_incoming_seqs: Vector = self._loads[7]
+        self.last_booking: Vector = self._loads[8]
         self.update(workers)
 
     def __len__(self) -> int:
@@ -106,6 +110,12 @@ class WorkerTable:
         self.decode_capacity_tokens = float(self.capacity_tokens[self.can_decode].sum())
         self.decode_capacity_seqs = float(self.capacity_seqs[self.can_decode].sum())
 
+    @cached_property
+    def id_hashes(self) -> npt.NDArray[np.uint64]:
+        """A hash of each worker's id, the same in every process."""
+        digests = b"".join(blake2b(worker_id.encode(), digest_size=8).digest() for worker_id in self.rows)
+        return np.frombuffer(digests, dtype="<u8")
+
     def named(self, patterns: tuple[str, ...]) -> Mask:
         """Workers whose id matches one of these glob patterns."""
         mask = self._named.get(patterns)
@@ -134,6 +144,7 @@ class WorkerTable:
                 self.num_placed_tokens[row] = worker.num_placed_tokens
                 self.last_order[row] = worker.last_order
                 self.num_incoming_seqs[row] = worker.num_incoming_seqs
+                self.last_booking[row] = worker.last_booking
 
     def update_from(self, table: WorkerTable, rows: Rows) -> None:
         """Copy what is booked on all workers from another table, in which they have these rows."""

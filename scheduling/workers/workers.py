@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from tandem.protocol.messages import (
     FetchStats,
+    KvActions,
     LinkLoad,
     PinLoad,
     Quarantine,
@@ -63,6 +64,7 @@ class RegisteredWorker:
     progress_age_s: float = 0.0
     tiers: Sequence[TierLoad] = ()
     fetches: FetchStats | None = None
+    actions: KvActions | None = None
     links: Sequence[LinkLoad] = ()
     pins: PinLoad | None = None
     quarantines: Sequence[Quarantine] = ()
@@ -79,6 +81,7 @@ class RegisteredWorker:
     num_incoming_seqs: int = 0  # awaited sequences whose prompt another worker computes
     prompts: list[BookedPrompt] = field(default_factory=list)  # without a first token, in the order of computing
     num_placed_tokens: int = 0  # all work ever placed here: breaks ties
+    last_booking: int = 0  # number of the latest booking here, counted over all workers; 0 = none
 
     @property
     def worker_id(self) -> str:

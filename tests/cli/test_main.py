@@ -48,7 +48,7 @@ def test_every_flag_is_a_config_field() -> None:
 def test_serve_hands_every_flag_to_the_launcher(model: Path, launched: list[ClusterConfig]) -> None:
     words = f"--model {model} --prefill 2 --decode 3 --port 0 --pool-bytes 5000000 --no-autoscale --gpus-per-worker 0.5"
     more = "--block-size 32 --dtype float32 --checksums all --cors-allow-origins http://a --cors-allow-origins http://b"
-    more += " --no-local-prefill"
+    more += " --routing kv,pairs"
     assert run(["serve", *words.split(), *more.split()]) == 7
     assert launched == [
         ClusterConfig(
@@ -56,7 +56,7 @@ def test_serve_hands_every_flag_to_the_launcher(model: Path, launched: list[Clus
                 model=str(model), served_model_name="toy", block_size=32, dtype="float32", pool_bytes=5_000_000
             ),
             transfer=TransferConfig(checksums="all"),
-            router=RouterConfig(port=0, cors_allow_origins=("http://a", "http://b"), local_prefill=False),
+            router=RouterConfig(port=0, cors_allow_origins=("http://a", "http://b"), routing="kv,pairs"),
             num_prefill=2,
             num_decode=3,
             autoscale=False,

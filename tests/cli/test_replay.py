@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cli.main import run
+from tandem.simulator.policies import POLICIES
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def test_replay_prints_a_row_for_each_policy(trace: Path, tmp_path: Path, capsys
     assert run(args) == 0
     screen = capsys.readouterr().out
     results = json.loads(output.read_text())["results"]
-    assert len(results) == 7
+    assert [result["policy"] for result in results] == list(POLICIES)
     for result in results:
         assert result["policy"] in screen
         assert result["num_requests"] == 40

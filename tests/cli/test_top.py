@@ -61,6 +61,13 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[httpx.Response | C
     assert queue == []
 
 
+def test_what_other_strategies_would_have_cost_is_shown_most_expensive_first() -> None:
+    world = DashboardWorld(2)
+    assert "would lose" not in screen({**snapshot_of(world), "shadow": {}})
+    shown = screen(snapshot_of(world))
+    assert re.search(r"a request would lose with  round-robin \d+ ms, kv 20 ms\n", shown), shown
+
+
 @pytest.mark.parametrize("sort", SORT_KEYS)
 def test_two_workers_and_two_hundred_fit_a_screen(sort: str) -> None:
     few, many = (screen(snapshot_of(DashboardWorld(count)), sort=sort, height=44) for count in (2, 200))

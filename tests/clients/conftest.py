@@ -112,7 +112,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("clients")
     keys = folder / "keys.json"
     make_key_file(keys, {KEY: "clients"})
-    flags = ("--no-local-prefill", "--dtype", "float32", "--api-key-file", str(keys))
+    flags = ("--routing=cost,pairs", "--dtype", "float32", "--api-key-file", str(keys))
     with started(resolve_model(DEFAULT_MODEL), folder, *flags) as server:
         yield server.wait_ready()
 

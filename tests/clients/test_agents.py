@@ -31,7 +31,7 @@ def agent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("agents")
     make_key_file(folder / "keys.json", {KEY: "agents"})
     model = save_terse_model(folder / MODEL, Path(resolve_model(DEFAULT_MODEL)))
-    flags = ("--no-local-prefill", "--dtype", "float32", "--api-key-file", str(folder / "keys.json"))
+    flags = ("--routing=cost,pairs", "--dtype", "float32", "--api-key-file", str(folder / "keys.json"))
     with started(model, folder, *flags) as server:
         yield server.wait_ready()
 

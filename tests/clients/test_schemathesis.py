@@ -39,7 +39,7 @@ def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make_key_file(folder / "keys.json", {KEY: "*"})
     # Answers without a limit of tokens go on to the end of the context: it is short.
     flags = (
-        "--no-local-prefill",
+        "--routing=cost,pairs",
         "--pool-bytes",
         "20000000",
         "--max-model-len",

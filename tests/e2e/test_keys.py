@@ -50,7 +50,7 @@ def operated(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     make_key_file(keys.path, TENANT_KEYS)
     operator, operator_id = keys.create("--operator")
     flags = ("--api-key-file", str(keys.path), "--audit-log", str(keys.audit_log), "--tenants", str(tenants))
-    flags += ("--router-processes=2", "--tracing", "--no-local-prefill", "--pool-bytes=20000000", "--max-num-seqs=8")
+    flags += ("--router-processes=2", "--tracing", "--routing=cost,pairs", "--pool-bytes=20000000", "--max-num-seqs=8")
     flags += ("--worker-timeout-s=60", "--shutdown-delay-s=6", "--drain-timeout-s=0.1")
     with (
         collecting() as collector,

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("managed")
-    flags = [f"--engine-log-folder={folder}", "--no-local-prefill"]
+    flags = [f"--engine-log-folder={folder}", "--routing=cost,pairs"]
     with managed(text_model, folder, "vllm", *flags) as running:
         yield running
 

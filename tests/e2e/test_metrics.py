@@ -33,7 +33,7 @@ def totals(server: Server) -> dict[str, float]:
 @pytest.mark.cluster
 @pytest.mark.timeout(500)
 def test_faults_and_a_full_pool_are_seen_in_the_metrics_and_pass(text_model: Path, tmp_path: Path) -> None:
-    flags = ["--no-local-prefill", "--no-autoscale", "--pool-bytes=700000", "--max-restarts=100"]
+    flags = ["--routing=cost,pairs", "--no-autoscale", "--pool-bytes=700000", "--max-restarts=100"]
     flags += ["--lease-ttl-s=3", "--handoff-timeout-s=3"]
     flags += ["--inject-faults=flip=0.05,lose=0.02,stick=0.02,garble=0.05,seed=1"]
     with started(text_model, tmp_path, *flags) as server:

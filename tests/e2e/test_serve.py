@@ -51,7 +51,7 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Without drafts, which repeat an answer that was given before within milliseconds."""
-    flags = ("--no-local-prefill", "--worker-timeout-s", str(WORKER_TIMEOUT_S), "--max-restarts", "9")
+    flags = ("--routing=cost,pairs", "--worker-timeout-s", str(WORKER_TIMEOUT_S), "--max-restarts", "9")
     flags += ("--speculate", "off", *POOL)
     with started(text_model, tmp_path_factory.mktemp("log"), *flags) as server:
         yield server.wait_ready()

@@ -29,7 +29,7 @@ def is_idle(server: Server) -> bool:
 
 @pytest.mark.timeout(400)
 def test_an_answer_survives_the_kill_of_its_worker_token_for_token(text_model: Path, tmp_path: Path) -> None:
-    with started(text_model, tmp_path, "--no-local-prefill", "--pool-bytes=20000000") as server:
+    with started(text_model, tmp_path, "--routing=cost,pairs", "--pool-bytes=20000000") as server:
         server.wait_ready()
         victim = server.worker("decode")
         with begun_stream(server.url, BODY | {"stream": True}) as events:

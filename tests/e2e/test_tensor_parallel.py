@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
-FLAGS = ("--no-local-prefill", "--worker-timeout-s", "6", "--pool-bytes", "20000000")
+FLAGS = ("--routing=cost,pairs", "--worker-timeout-s", "6", "--pool-bytes", "20000000")
 
 
 def answer(server: Server) -> str:

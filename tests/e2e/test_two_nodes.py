@@ -81,14 +81,14 @@ def oracle_answers(model: Path) -> list[str]:
 @pytest.mark.slow  # a minute
 def test_two_nodes_answer_as_one_engine_through_deaths(nodes: list[RayNode], text_model: Path, tmp_path: Path) -> None:
     expected = oracle_answers(text_model)
-    with serving(nodes, tmp_path, "--no-local-prefill", "--disk-cache-path=~/kv") as server:
+    with serving(nodes, tmp_path, "--routing=cost,pairs", "--disk-cache-path=~/kv") as server:
         assert answers(server.wait_ready()) == expected
         assert (hosts(server), num_handoffs(server)) == (set(NODES), len(PROMPTS))
         assert [(node.home / "kv").is_dir() for node in nodes] == [False, True, True]
         workers = [psutil.Process(server.worker(role)["pid"]) for role in ("prefill", "decode")]
         server.process.kill()
         server.process.wait()
-        with serving(nodes, tmp_path, "--no-local-prefill") as new:
+        with serving(nodes, tmp_path, "--routing=cost,pairs") as new:
             assert answers(new.wait_ready()) == expected
             assert (hosts(new), num_handoffs(new)) == (set(NODES), len(PROMPTS))
             assert not psutil.wait_procs(workers, timeout=30)[1], "the new server starts workers in another way"

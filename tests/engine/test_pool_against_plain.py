@@ -131,6 +131,7 @@ class BothPools(RuleBasedStateMachine):
         self.pool.check_integrity(idle=not self.held)
         assert list(self.pool._evictable) == list(self.plain._evictable)
         assert list(self.pool._kept) == list(self.plain._kept)
+        assert self.pool.num_evicted == self.plain.num_evicted
         assert self.pool._ref_counts.tolist() == self.plain._ref_counts
         for name in ("num_available", "num_free", "num_used"):
             assert getattr(self.pool, name) == getattr(self.plain, name), name

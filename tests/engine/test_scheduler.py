@@ -11,7 +11,7 @@ from tandem.engine.receive_queue import Reservation
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
 from tandem.engine.token_array import token_array
-from tandem.protocol.messages import WorkerPriority
+from tandem.protocol.messages import Preemption, WorkerPriority
 from tandem.protocol.sampling import SamplingParams
 from tests.support.answers import Endless, Expects
 
@@ -298,6 +298,8 @@ def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
     assert step(scheduler) == [("a", 8, 1)]  # took b's
     assert [sequence.request_id for sequence in scheduler.waiting] == ["b", "c"]
     assert scheduler.num_preemptions == 1
+    told = Preemption(request_id="b", reason="no free block", num_blocks=2, num_tokens=8)
+    assert (list(scheduler.latest_preemptions), scheduler.preemptions_by_reason) == ([told], {told.reason: 1})
     b = scheduler.waiting[0]
     assert (b.blocks, b.num_computed_tokens, b.num_output_tokens) == ([], 0, 5)
 

@@ -182,7 +182,7 @@ async def test_a_tenants_workers_and_adapters_are_kept_to_and_explained() -> Non
     async with fake_cluster(
         prefill=first_token,
         decode=remaining_tokens,
-        config=RouterConfig(local_prefill=False),
+        config=RouterConfig(routing="cost,pairs"),
         tenants=Tenants(named=named),
     ) as cluster:
         request = make_request(num_prompt_tokens=64)

@@ -62,7 +62,10 @@ def test_round_robin_takes_one_worker_after_the_other_in_both_pools() -> None:
     for worker_id in ("d0", "d1", "d2"):
         join(fleet, worker_id, Role.DECODE)
     policy = make_policy("round_robin", fleet)
-    choices = [policy.choose(make_request(), 0.0) for _ in range(4)]
+    choices = []
+    for _ in range(4):
+        choices.append(choice := policy.choose(make_request(), 0.0))
+        fleet.registry.reserve(RequestLoad(choice.prefill.worker_id, choice.decode.worker_id, 10, 0, 10))
     assert [choice.prefill.worker_id for choice in choices] == ["p0", "p1", "p0", "p1"]
     assert [choice.decode.worker_id for choice in choices] == ["d0", "d1", "d2", "d0"]
     assert all(choice.is_pair for choice in choices)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
+from tandem.protocol.config import RouterConfig
+from tandem.scheduling.placement.placer import Placer
 from tandem.simulator.arrivals import at_load, load_of, spread
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import MACHINES
-from tandem.simulator.policies import POLICIES
+from tandem.simulator.policies import POLICIES, UNLIMITED_TOKENS, RoutingChoice, RoutingRequest, placement_request
 from tandem.simulator.pool import Pool
 from tandem.simulator.simulation import Outcome, _Simulation, simulate
 
@@ -217,3 +219,25 @@ def test_prompts_read_from_peers_end_in_small_pools() -> None:
     outcome = simulate(requests, make_cluster(num_prefill=4, num_decode=2, machine=machine), "tandem")
     assert sum(job.num_loaded_tokens for job in outcome.jobs) > 0
     assert all(job.end_s is not None for job in outcome.jobs)
+
+
+@pytest.mark.parametrize("strategy", ["kv", "prefix", "round-robin", "least-loaded"])
+@pytest.mark.parametrize("shape", ["colocated", "split"])
+def test_a_strategy_decides_as_the_products_placement_does(
+    strategy: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, decisions = strategy.replace("-", "_"), []
+
+    class Compared(POLICIES[name]):  # type: ignore[misc, name-defined]
+        def choose(self, request: RoutingRequest, now: float) -> RoutingChoice:
+            choice = super().choose(request, now)
+            config = RouterConfig(routing=f"{strategy},pairs", max_queued_prompt_tokens=UNLIMITED_TOKENS)
+            placer = Placer(self.fleet.registry, self.fleet.index, self.fleet.costs, config)
+            best = placer.place(placement_request(request), now).best
+            decisions.append((choice.prefill, choice.decode) == (best.prefill, best.decode))
+            return choice
+
+    monkeypatch.setitem(POLICIES, name, Compared)
+    outcome = simulate(make_chats(100, mean_gap_s=0.05), SHAPES[shape], name)
+    assert len(decisions) == len(outcome.jobs) > 200
+    assert all(decisions)

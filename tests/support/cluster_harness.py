@@ -206,7 +206,7 @@ async def running_cluster(
     """
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
     sizing = CacheSizing(registry)
-    defaults = {"local_prefill": False, "max_moves": 0, "max_worker_queue_s": 3600.0}
+    defaults = {"routing": "cost,pairs", "max_moves": 0, "max_worker_queue_s": 3600.0}
     config = RouterConfig(**defaults | (router or {}))
     client = WorkerClient(registry, index, costs, config, keys=ROUTER_KEYS)
     placer = Placer(registry, index, costs, config)

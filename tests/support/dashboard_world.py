@@ -26,6 +26,7 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.decisions import DecisionLog, RoutingDecision
 from tandem.scheduling.placement.placement import Candidate, Placement, Terms
 from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.placement.shadow import Shadow
 from tandem.scheduling.request import ServiceClass
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry
@@ -42,6 +43,7 @@ class FakeAdmission:
 
     stats: dict[str, TenantStats] = field(default_factory=dict)
     waiting: dict[str, Work] = field(default_factory=dict)
+    shadow: Shadow = field(default_factory=Shadow)
 
     def queued(self) -> dict[str, Work]:
         return self.waiting
@@ -148,6 +150,7 @@ class DashboardWorld:
             self.metrics.requests.labels("/v1/completions", "429").inc()
             return decision
         decision.outcome, decision.placement, decision.wait_s = "dispatched", placement, 0.002
+        self.admission.shadow.note(placement)
         decision.actual_ttft_s = ttft_s * self.random.uniform(0.8, 1.3)
         stats.num_admitted += 1
         stats.wait_s += 0.002
@@ -193,7 +196,8 @@ class DashboardWorld:
         load = RequestLoad(best.prefill.worker_id, best.decode.worker_id, num_prompt - cached, cached, num_prompt + 100)
         if self.random.random() < 0.1:
             self.registry.reserve(load)
-        return Placement(best, runner_up, (), num_prompt, 100, {"not_ready": 1})
+        shadow = {"round-robin": 0.1 + prefill_s, "kv": 0.02}
+        return Placement(best, runner_up, (), num_prompt, 100, {"not_ready": 1}, shadow=shadow)
 
     def _report(self, worker: RegisteredWorker | None, busy: float) -> None:
         assert worker is not None

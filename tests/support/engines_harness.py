@@ -42,7 +42,7 @@ from tests.support.waiting import eventually
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-PAIRED = RouterConfig(local_prefill=False)
+PAIRED = RouterConfig(routing="cost,pairs")
 
 
 @dataclass

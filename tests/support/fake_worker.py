@@ -251,7 +251,7 @@ async def fake_cluster(
     heartbeat_interval_s: float = 60.0,
 ) -> AsyncIterator[FakeCluster]:
     """Workers "p" and "d", those whose script is given, behind a started router. At the end nothing may be left."""
-    config = replace(config or RouterConfig(), local_prefill=local_prefill)
+    config = replace(config or RouterConfig(), routing="cost" if local_prefill else "cost,pairs")
     cluster = FakeCluster(config, tenants, manager, tracing, heartbeat_interval_s)
     await cluster.client.start()
     try:

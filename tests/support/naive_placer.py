@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from hashlib import blake2b
 
 from tandem.protocol.messages import Role, WorkerState
 from tandem.scheduling.cost_model import CostModel, prefill_attention
 from tandem.scheduling.placement.placement import Candidate, Held, Holder, Terms
 from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker, can_decode, can_prefill, wait_s
 
@@ -52,6 +54,60 @@ class NaivePlacer:
         has_pair = bool(pairs)
         pairs += [(w, w) for w in decoders if self.local_prefill or not has_pair or w.role is Role.COLOCATED]
         return sorted((request.candidate(prefill, decode, readers) for prefill, decode in pairs), key=preference)
+
+
+class NaiveStrategy:
+    """A routing strategy worker by worker: which candidates `Placer` may still choose from."""
+
+    def __init__(self, registry: Registry, index: PrefixIndex, request: PlacementRequest, digests: Sequence[bytes]):
+        self.workers = list(registry)
+        self.hits = index.longest_prefix(digests, 0.0)
+        self.request = request
+        self.digests = digests
+
+    def among(self, strategy: str, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates of the preferred workers, in their order."""
+        pairs = [one for one in candidates if one.is_pair]
+        if strategy == "cost" or not candidates:
+            return list(candidates)
+        if not pairs:
+            decode = self.preferred(strategy, [one.decode for one in candidates])
+            return [one for one in candidates if one.decode is decode]
+        prefill = self.preferred(strategy, [one.prefill for one in pairs])
+        decode = self.preferred(strategy, [one.decode for one in pairs])
+        return [one for one in candidates if one.decode is decode and one.prefill in (prefill, decode)]
+
+    def preferred(self, strategy: str, pool: Collection[RegisteredWorker]) -> RegisteredWorker:
+        """The worker of a pool that the strategy prefers."""
+        members = [worker for worker in self.workers if worker in pool]
+        own = self.request.num_prompt_tokens + self.request.expected_output_tokens
+        most = 1.25 * (sum(map(load_tokens, members)) + own) / len(members)
+        if strategy != "least-loaded":
+            members = [worker for worker in members if load_tokens(worker) <= most]
+        return max(members, key=lambda worker: (self.score(strategy, worker), -load_tokens(worker)))
+
+    def score(self, strategy: str, worker: RegisteredWorker) -> float:
+        """The higher, the better."""
+        service_class, block_size = self.request.service_class, worker.card.block_size
+        if strategy == "kv":
+            return min(self.hits.get(worker.worker_id, 0) * block_size, self.request.num_prompt_tokens - 1)
+        if strategy == "prefix":
+            return rendezvous(worker.worker_id, self.digests[: 256 // block_size][-1]) if self.digests else 0
+        if strategy == "session":
+            key = f"{service_class.tenant}\n{service_class.session}".encode()
+            return rendezvous(worker.worker_id, blake2b(key).digest()) if service_class.session else 0
+        return -worker.last_booking if strategy == "round-robin" else -worker.uncomputed_tokens
+
+
+def load_tokens(worker: RegisteredWorker) -> int:
+    return worker.uncomputed_tokens + worker.booked_kv_tokens
+
+
+def rendezvous(worker_id: str, key: bytes) -> float:
+    digest = blake2b(worker_id.encode(), digest_size=8).digest()
+    mixed = int.from_bytes(digest, "little") ^ int.from_bytes(key[:8], "little")
+    mixed = mixed * 0xFF51AFD7ED558CCD % 2**64
+    return float((mixed ^ (mixed >> 33)) * 0xC4CEB9FE1A85EC53 % 2**64)
 
 
 def preference(candidate: Candidate) -> tuple[float, int]:

@@ -21,6 +21,7 @@ class PlainPool:
         self.num_blocks = num_blocks
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.num_evicted = {"unused": 0, "pinned": 0}
         self._kept: OrderedDict[int, None] = OrderedDict()  # likewise
         self._pinned: set[bytes] = set()  # cached or not
         self._ref_counts = [0] * num_blocks
@@ -199,6 +200,7 @@ class PlainPool:
         if self._free:
             block = self._free.pop()
         else:
+            self.num_evicted["unused" if self._evictable else "pinned"] += 1
             block, _ = (self._evictable or self._kept).popitem(last=False)
             digest = self._digest_of.pop(block)
             del self._block_of[digest]

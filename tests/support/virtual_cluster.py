@@ -79,7 +79,7 @@ class VirtualCluster:
     def __init__(self, *, num_prefill: int = 2, num_decode: int = 2, seed: int = 0) -> None:
         self.now = 0.0
         self.registry, self.costs = Registry(), CostModel()
-        index, config = PrefixIndex(), RouterConfig(local_prefill=False)
+        index, config = PrefixIndex(), RouterConfig(routing="cost,pairs")
         placer = Placer(self.registry, index, self.costs, config)
         self.admission = Admission(self.registry, self.costs, placer, Tenants(), config)
         self.jobs: list[Job] = []

@@ -93,7 +93,7 @@ def routed(
         path.write_text(f'[tokenizers]\n"{model}" = "{resolve_model(settings.model)}"\n' + "".join(tables))
         port = free_port()
         command = [sys.executable, "-m", "tandem", "route", f"--engines={path}", f"--port={port}"]
-        command += ["--no-local-prefill"] if is_pair else []
+        command += ["--routing=cost,pairs"] if is_pair else []
         url = f"http://127.0.0.1:{port}"
         router = stack.enter_context(launched(command, ready=f"{url}/ready"))
         _wait_for_all(url, len(names) * num_ranks)

@@ -157,7 +157,7 @@ async def test_damaged_kv_is_computed_again_for_all(tiny_model: Path, oracle: Or
 async def test_a_handoff_that_fails_moves_every_answer(verdict: Verdict, tiny_model: Path, oracle: Oracle) -> None:
     verdicts = iter([verdict])
     async with running_cluster(
-        tiny_model, judge=lambda _: next(verdicts, Verdict.DELIVER), router={"max_moves": 3, "local_prefill": True}
+        tiny_model, judge=lambda _: next(verdicts, Verdict.DELIVER), router={"max_moves": 3, "routing": "cost"}
     ) as cluster:
         requests = siblings(cluster, make_prompt(70), 4)
         assert tokens(await serve(cluster, requests)) == expected(oracle, requests)

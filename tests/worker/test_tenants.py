@@ -77,7 +77,7 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
     """A server of one worker; with a `folder`, HTTP is answered by a frontend process."""
     config, metrics = RouterConfig(), CollectorRegistry()
     api_keys = api_keys_of(keys)
-    workers, router = {"c": Role.COLOCATED}, {"local_prefill": True}
+    workers, router = {"c": Role.COLOCATED}, {"routing": "cost"}
     async with running_cluster(model, workers, engine={"num_blocks": 2048}, router=router, tenants=TENANTS) as cluster:
         shown = metrics_of(cluster.flow, cluster.registry, cluster.sizing)
         tokenizer = Tokenizer(model)

@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Onboarding
@@ -18,7 +19,7 @@ from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.fetch_planner import FetchPlan, LoadRange, plan_fetch
 from tandem.protocol.config import TierConfig
 from tandem.protocol.fault_boundary import error_of
-from tandem.protocol.messages import FetchStats, KvHolder, StepStats
+from tandem.protocol.messages import MAX_ACTIONS, FetchAction, FetchStats, KvHolder, StepStats
 from tandem.scheduling.cost_model import StepModel
 from tandem.worker.kv.kv_source import PIECES_IN_FLIGHT, KvSource, OpenSource, Piece
 from tandem.worker.kv.peer_reader import PeerReader
@@ -47,6 +48,22 @@ class FetchRecord:
     load_s: float  # predicted time of the loads alone
     actual_load_s: float
     outcome: str  # loaded, overtaken, failed, withdrawn, computed
+    ended_s: float  # by the worker's clock
+
+    def action(self, now: float) -> FetchAction:
+        """The record as operators are shown it."""
+        return FetchAction(
+            request_id=self.request_id,
+            outcome=self.outcome,
+            age_s=max(now - self.ended_s, 0.0),
+            sources=list(dict.fromkeys(load.source for load in self.loads))[:MAX_ACTIONS],
+            num_cached_blocks=self.num_cached_blocks,
+            num_loaded_blocks=self.num_loaded_blocks,
+            predicted_s=self.predicted_s,
+            recompute_s=self.recompute_s,
+            load_s=self.load_s,
+            actual_load_s=self.actual_load_s,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +129,7 @@ class Fetcher:
                 _end_probe(*probe)
 
     def stats(self, num_lent_blocks: int = 0, num_copied_blocks: int = 0) -> FetchStats:
-        """Totals since the start."""
+        """Totals since the start, and the latest records."""
         return FetchStats(
             num_prompts=dict(self._num_prompts),
             num_loaded_blocks=dict(self._num_loaded_blocks),
@@ -121,6 +138,7 @@ class Fetcher:
             predicted_load_s=self._predicted_load_s,
             actual_load_s=self._actual_load_s,
             saved_s=self._saved_s,
+            latest=[record.action(self._clock()) for record in islice(reversed(self.records), MAX_ACTIONS)],
         )
 
     def close(self) -> None:
@@ -289,6 +307,7 @@ class Fetcher:
             load_s=plan.load_s,
             actual_load_s=now - fetch.begun_at,
             outcome=outcome,
+            ended_s=now,
         )
         logger.info("%s", record)
         self.records.append(record)

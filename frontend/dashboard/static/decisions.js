@@ -24,9 +24,18 @@ export function showDecisions(snapshot) {
   const { terms, rows } = snapshot.decisions;
   const list = byId("decisions");
   showLegend(terms);
+  setText(byId("shadow"), shadowOf(snapshot.shadow));
   reconcile(list, rows, (row) => row.id, makeRow, (node, row) => updateRow(node, row, terms));
   list.classList.toggle("empty", rows.length === 0);
   if (rows.length === 0 && !list.firstChild) setText(list, "");
+}
+
+/** What a request would have lost by other routing strategies, the most expensive first. */
+function shadowOf(shadow) {
+  const costs = Object.entries(shadow).map(([name, one]) => [name, one.mean_lost_s]);
+  costs.sort(([, one], [, other]) => other - one);
+  const words = costs.map(([name, lost]) => `${name} ${duration(lost)}`);
+  return words.length ? `A request would have lost, with another routing strategy: ${words.join(", ")}` : "";
 }
 
 function showLegend(terms) {

@@ -25,6 +25,7 @@ from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.workers.metrics import LoadCollector, WorkerCollector
 from tandem.scheduling.admission.stats import TenantStats
 from tandem.scheduling.admission.work import Work
+from tandem.scheduling.placement.shadow import Shadow
 from tandem.scheduling.workers.registry import Registry
 from tandem.text.tokenizer import Tokenizer
 from tests.support.apps import app_client
@@ -55,7 +56,7 @@ def busy_workers() -> CollectorRegistry:
     stats = {name: TenantStats() for name in queued}
     metrics.register(LoadCollector(registry))
     metrics.register(WorkerCollector(registry))
-    metrics.register(AdmissionCollector(SimpleNamespace(stats=stats, queued=lambda: queued)))
+    metrics.register(AdmissionCollector(SimpleNamespace(stats=stats, queued=lambda: queued, shadow=Shadow())))
     return metrics
 
 
@@ -198,7 +199,7 @@ def test_a_name_without_its_source_is_not_there() -> None:
     """Without workers there is no KV to use, and a frontend process does not know the workers."""
     metrics = CollectorRegistry()
     metrics.register(LoadCollector(Registry()))
-    metrics.register(AdmissionCollector(SimpleNamespace(stats={}, queued=dict)))
+    metrics.register(AdmissionCollector(SimpleNamespace(stats={}, queued=dict, shadow=Shadow())))
     text = exposition(metrics.collect(), WITH_NAMES, ["m"]).decode()
     assert {family.name for family in parse_classic(text) if family.name.startswith("vllm:")} == {
         "vllm:num_requests_running",

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tandem.protocol.errors import DeadlineUnmet
+from tandem.protocol.routing import STRATEGIES
 from tandem.scheduling.request import ServiceClass
-from tests.support.fake_backend import Client, FakeBackend, events
+from tests.support.fake_backend import Client, FakeBackend, events, make_client
 
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/route/explain"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -30,6 +31,41 @@ async def test_headers_and_body_reach_the_backend(backend: FakeBackend, client: 
         *((False, ""), (True, "")),  # of several prompts, which wait for workers, and are not siblings
     ]
     assert (plain.service_class, plain.explains) == (ServiceClass("default", 0, None), False)
+
+
+async def test_a_client_names_its_routing_strategy_where_the_operator_lets_it(backend: FakeBackend) -> None:
+    bodies = [{"prompt": "a", "user": "u"}, {"prompt": "a", "prompt_cache_key": "k", "user": "u"}]
+    for routing, expected in (("cost,header", "kv"), ("cost", "")):
+        async with make_client(backend, routing=routing) as client:
+            for body in bodies:
+                response = await client.post(COMPLETIONS, json=body, headers={"x-tandem-routing": "kv"})
+                assert response.status_code == 200, response.text
+                ignored = response.headers.get("x-tandem-ignored", "")
+                assert ("x-tandem-routing" in ignored) == (not expected), ignored
+        found = [(one.service_class.routing, one.service_class.session) for one in backend.requests[-2:]]
+        assert found == [(expected, "u"), (expected, "k")]
+
+
+@pytest.mark.parametrize("user", [None, 5, ["u"], {"name": "u"}, "", "ü", "u" * 100_000])
+async def test_no_user_refuses_a_request(backend: FakeBackend, client: Client, user: Any) -> None:
+    response = await client.post(CHAT, json={"messages": MESSAGES, "user": user, "n": 2})
+    assert response.status_code == 200, response.text
+    expected = user[:256] if isinstance(user, str) else ""
+    assert [one.service_class.session for one in backend.requests] == [expected] * 2
+
+
+@pytest.mark.parametrize("strategy", ["fast", "Cost", "kv,pairs", "x" * 5000])
+async def test_an_unknown_routing_strategy_is_refused_or_ignored_with_all_others(
+    backend: FakeBackend, strategy: str
+) -> None:
+    sent = {"json": {"messages": MESSAGES}, "headers": {"x-tandem-routing": strategy}}
+    async with make_client(backend, routing="kv,header") as client:
+        response = await client.post(CHAT, **sent)
+    assert response.status_code == 400
+    message = f"x-tandem-routing must be one of {', '.join(STRATEGIES)}, not '{strategy[:50]}'."
+    assert message in response.json()["error"]["message"]
+    async with make_client(backend, routing="kv") as client:
+        assert (await client.post(CHAT, **sent)).status_code == 200
 
 
 @pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "a"})])

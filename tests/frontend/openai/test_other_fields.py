@@ -151,10 +151,10 @@ def test_what_is_not_known_is_logged_once(caplog: pytest.LogCaptureFixture, monk
     monkeypatch.setattr(ignored_fields, "_logged", set())
     with caplog.at_level(logging.INFO, ignored_fields.__name__):
         for _ in range(3):
-            assert check({"brand_new": "secret", "user": "x", "metadata": None}) == ["brand_new", "user"]
+            assert check({"brand_new": "secret", "store": "x", "metadata": None}) == ["brand_new", "store"]
     assert [record.getMessage() for record in caplog.records] == [
         f"Requests have {name}, which is ignored; each response says so in x-tandem-ignored."
-        for name in ("brand_new", "user")
+        for name in ("brand_new", "store")
     ]
 
 

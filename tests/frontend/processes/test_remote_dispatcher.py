@@ -113,7 +113,7 @@ async def test_a_pair_teaches_what_a_transfer_costs(fake_a: FakeServer, fake_b: 
         spec_of(fake_a, "p", role="prefill", model="fake-model"),
         spec_of(fake_b, "d", role="decode", model="fake-model"),
     ]
-    async with routing_by_decider(tmp_path, *specs, config=RouterConfig(local_prefill=False)) as decider:
+    async with routing_by_decider(tmp_path, *specs, config=RouterConfig(routing="cost,pairs")) as decider:
         answer = await start(await decider.frontend("frontend"))
         assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "d")
         assert fake_b.requests[0]["kv_transfer_params"]["do_remote_prefill"] is True

@@ -120,7 +120,7 @@ async def test_simulated_caches_keep_adapters_apart(fake_a: FakeServer) -> None:
 async def test_a_pair_has_the_adapter_on_both_sides(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.adapters = ["sql"]
     specs = [spec_of(fake_a, "p", role="prefill"), spec_of(fake_b, "d", role="decode")]
-    async with routing(*specs, config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*specs, config=RouterConfig(routing="cost,pairs")) as router:
         assert (await ask(router, "sql")).status_code == 503  # the decode engine lacks it
         fake_b.adapters = ["sql"]
         await eventually(lambda: router.engine("d").adapters == ["sql"])

@@ -113,7 +113,7 @@ def endpoint(port: int) -> str:
 
 async def test_both_sub_requests_of_a_pair_go_to_their_ranks(fake_a: FakeServer, fake_b: FakeServer) -> None:
     specs = [*ranks(fake_a, "p", 3, role="prefill"), *ranks(fake_b, "d", 2, role="decode")]
-    async with routing(*specs, config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*specs, config=RouterConfig(routing="cost,pairs")) as router:
         response = await ask(router)
         [prefill], [decode] = fake_a.request_headers, fake_b.request_headers
         assert response.headers["x-tandem-engine"] == f"d.dp{decode[RANK]}"

@@ -85,7 +85,7 @@ async def test_an_engine_gets_the_tenants_salt(fake_a: FakeServer, kind: str, pa
 
 async def test_both_engines_of_a_pair_get_it(fake_a: FakeServer, fake_b: FakeServer) -> None:
     pair = [spec_of(fake_a, "p", role="prefill"), spec_of(fake_b, "d", role="decode")]
-    async with routing(*pair, config=RouterConfig(local_prefill=False), **KEYED) as router:
+    async with routing(*pair, config=RouterConfig(routing="cost,pairs"), **KEYED) as router:
         assert (await send(router, "sk-a", cache_salt="s")).status_code == 200
     salts = [request["cache_salt"] for fake in (fake_a, fake_b) for request in fake.requests]
     assert salts == [cache_scope("s", "a")] * 2

@@ -12,11 +12,14 @@ from tandem.protocol.errors import IncompatiblePeer, WorkerError
 from tandem.protocol.messages import (
     POOL_PLACE,
     BlockEvents,
+    Eviction,
     Generate,
     Heartbeat,
     Introduce,
+    KvActions,
     LinkLoad,
     PeerAddress,
+    Preemption,
     Role,
     SequenceDelta,
     SnapshotRequest,
@@ -180,6 +183,26 @@ async def test_a_worker_speaks_in_its_own_name_only() -> None:
         assert (state.num_dropped_here["malformed"], others.load.num_waiting) == (1, 0)
         assert not others.num_dropped_here
         assert other.address.public_key != worker.address.public_key
+
+
+async def test_operators_are_shown_why_kv_left_a_worker() -> None:
+    lost = Preemption(request_id="r", reason="no free block", num_blocks=2, num_tokens=7, age_s=0.5)
+    gone = Eviction(place="host", reason="full", num_blocks=3, age_s=1.5)
+    actions = KvActions(num_preemptions={lost.reason: 1}, preemptions=[lost], evictions=[gone])
+    async with fake_cluster(decode=silent) as cluster:
+        state, worker = cluster.registry.get("d"), cluster.workers["d"]
+        assert state is not None
+        assert (await cluster.flow.pools())["roles"]["decode"][0]["actions"] is None
+
+        def is_told() -> bool:
+            beat = Heartbeat(worker_id="d", epoch=1, progress_age_s=0.0, load=WorkerLoad(), actions=actions)
+            worker.beat_raw(encode_message(beat))
+            return state.actions == actions
+
+        await eventually(is_told)
+        shown = (await cluster.flow.pools())["roles"]["decode"][0]["actions"]
+    assert shown["preemptions"] == [msgspec.to_builtins(lost)]
+    assert (shown["evictions"], shown["num_preemptions"]) == ([msgspec.to_builtins(gone)], {"no free block": 1})
 
 
 async def test_a_message_that_cannot_be_handled_ends_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from tandem.protocol.messages import (
     WorkerPriority,
     WorkerState,
 )
+from tandem.protocol.routing import STRATEGIES
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.placement import Held, Placement
 from tandem.scheduling.placement.placer import Placer
@@ -35,18 +36,18 @@ from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
 from tests.support.builders import add_ready, make_card
-from tests.support.naive_placer import NaivePlacer, preference
+from tests.support.naive_placer import NaivePlacer, NaiveStrategy, preference
 
 
 class Pool:
     """A registry with everything a placer needs."""
 
-    def __init__(self, *, local_prefill: bool = True) -> None:
-        self.local_prefill = local_prefill
+    def __init__(self, routing: str = "cost") -> None:
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
-        self.placer = Placer(self.registry, self.index, self.costs, RouterConfig(local_prefill=local_prefill))
+        self.config = RouterConfig(routing=routing)
+        self.placer = Placer(self.registry, self.index, self.costs, self.config)
 
     def add(self, worker_id: str, role: Role, **sizes: int) -> None:
         add_ready(self.registry, make_card(worker_id, role, **sizes))  # type: ignore[arg-type]
@@ -100,8 +101,8 @@ def colocated(*names: str) -> Pool:
     return pool
 
 
-def make_pair(*, batch: int = 0, local_prefill: bool = True) -> Pool:
-    pool = Pool(local_prefill=local_prefill)
+def make_pair(*, batch: int = 0, routing: str = "cost") -> Pool:
+    pool = Pool(routing)
     pool.add("p", Role.PREFILL)
     pool.add("d", Role.DECODE)
     for _ in range(batch):
@@ -178,7 +179,7 @@ def test_a_prompt_that_another_worker_has_is_read_from_there() -> None:
 def test_an_idle_decode_worker_saves_the_handoff_of_a_short_prompt_only() -> None:
     assert chosen(make_pair().place(4)) == ("d", "d")
     assert chosen(make_pair().place(512)) == ("p", "d"), "it would stall the next request"
-    assert chosen(make_pair(local_prefill=False).place(4)) == ("p", "d")
+    assert chosen(make_pair(routing="cost,pairs").place(4)) == ("p", "d")
 
 
 def test_the_last_prompt_token_is_computed_even_on_a_full_hit() -> None:
@@ -297,7 +298,7 @@ def test_a_prompt_goes_where_loading_is_sooner_than_computing_elsewhere() -> Non
 
 def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> tuple[Pool, list[Booking]]:
     """Workers of two kinds in all roles and states; caches, bookings, measured steps and links."""
-    pool = Pool(local_prefill=rng.random() < 0.7)
+    pool = Pool(rng.choice(["cost", "cost", "cost,pairs"]))
     roles = rng.choice([[Role.PREFILL, Role.DECODE], [Role.COLOCATED], list(Role)])
     kinds = rng.choice([["cpu-1"], ["cpu-1", "NVIDIA H200"]])
     chunks, namespaces = rng.choice([[512], [512, 2048]]), rng.choice([[b"n" * 16], [b"n" * 16, b"n" * 16, b"o" * 16]])
@@ -397,17 +398,21 @@ def test_decides_as_an_exhaustive_search_does(seed: int, num_workers: int, num_p
     rng = random.Random(seed)
     digests = chain(num_prompt_tokens // 16)
     pool, bookings = random_pool(rng, num_workers, digests)
-    naive = NaivePlacer(pool.registry, pool.index, pool.costs, local_prefill=pool.local_prefill)
+    naive = NaivePlacer(pool.registry, pool.index, pool.costs, local_prefill=pool.config.local_prefill)
     for _ in range(3):
         held = {f"w{i}": random_held(rng) for i in range(num_workers) if rng.random() < 0.2}
         order = rng.choice([-1.0, 0.0, 1.0, math.inf])
         excluded = {f"w{i}" for i in range(num_workers) if rng.random() < 0.1}
         outputs = rng.choice([1, 100])
-        expected = naive.candidates(
+        cheapest = naive.candidates(
             num_prompt_tokens, digests, outputs, 0.0, in_router=held, order=order, excluded=excluded
         )
+        service_class = ServiceClass("acme", routing=rng.choice(STRATEGIES), session=rng.choice(["", "a", "b"]))
+        request = make_request(num_prompt_tokens, outputs, digests=digests)
+        request = msgspec.structs.replace(request, service_class=service_class)
+        strategy = NaiveStrategy(pool.registry, pool.index, request, digests)
+        expected = strategy.among(service_class.routing, cheapest)
         try:
-            request = make_request(num_prompt_tokens, outputs, digests=digests)
             placement = pool.placer.place(request, 0.0, held=held, order=order, excluded=excluded, num_others=3)
         except NoWorker:
             assert not expected
@@ -424,7 +429,16 @@ def test_decides_as_an_exhaustive_search_does(seed: int, num_workers: int, num_p
             assert (placement.runner_up is None) == (not others)
             if placement.runner_up is not None:
                 assert preference(placement.runner_up) == pytest.approx(preference(others[0]), rel=1e-12)
-            assert all(other in expected for other in placement.others)
+            assert all(other in cheapest for other in placement.others)
+            assert placement.strategy == service_class.routing
+            assert {type(lost_s) for lost_s in placement.shadow.values()} == {float}, "numpy's are not JSON"
+            assert placement.shadow == {
+                name: pytest.approx(
+                    strategy.among(name, cheapest)[0].terms.total_s - first.terms.total_s, rel=1e-9, abs=1e-9
+                )
+                for name in STRATEGIES
+                if name != service_class.routing
+            }
         shake(rng, pool, bookings)
 
 

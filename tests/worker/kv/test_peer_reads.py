@@ -114,6 +114,7 @@ async def test_a_prompt_is_read_from_a_pool(tiny_model: Path, oracle: Oracle, tr
         stats = cluster.worker("b").parts.cache.fetcher.stats()
         assert stats.num_loaded_blocks["peer"] * BLOCK_SIZE == second.num_cached_tokens > 20 * BLOCK_SIZE
         assert cluster.worker("a").parts.lender.num_lent_blocks == stats.num_loaded_blocks["peer"]
+        assert [(one.outcome, one.sources) for one in stats.latest] == [("loaded", ["peer:a"])]
         third = await ask(cluster, "b", tokens)
         assert third.num_cached_tokens == 28 * BLOCK_SIZE, "what was read is cached like anything else"
         await cluster.becomes_idle()
@@ -406,7 +407,7 @@ async def test_an_idle_worker_reads_a_prompt_from_the_busy_one(
 ) -> None:
     monkeypatch.setattr("tandem.scheduling.cost_model.StepModel.observe", lambda self, stats: None)
     rng = random.Random(9)
-    async with running_cluster(tiny_model, TWO, router={"local_prefill": True}) as cluster:
+    async with running_cluster(tiny_model, TWO, router={"routing": "cost"}) as cluster:
         tokens = prompt_of(rng, 30)
         await cluster.generate(tokens)
         await eventually(lambda: max(map(cluster.index.num_blocks, TWO)) >= 30)

@@ -140,6 +140,9 @@ def test_an_evicted_prompt_comes_back_with_the_same_tokens(kind: str, tiny_model
     assert record.num_loaded_blocks == 20 - record.loads[0].first_block >= 15
     assert again.num_cached_tokens == record.num_loaded_blocks * BLOCK_SIZE
     assert record.predicted_s < record.recompute_s
+    told = machine.cache.fetcher.stats().latest[0]
+    assert (told.request_id, told.outcome, told.sources) == (again.request_id, "loaded", [record.loads[0].source])
+    assert (told.num_loaded_blocks, told.predicted_s) == (record.num_loaded_blocks, record.predicted_s)
     machine.close()
 
 
