@@ -452,6 +452,7 @@ class LocalReservation(Reservation[BookedAttempt]):
             best.prefill.worker_id,
             best.decode.worker_id,
             best.num_cached_tokens,
+            best.tier,
             decision,
             gives_token_ids=engine is not None and engine.gives_token_ids,
         )

@@ -136,8 +136,11 @@ class WorkerTable:
                 self.num_incoming_seqs[row] = worker.num_incoming_seqs
 
     def update_from(self, table: WorkerTable, rows: Rows) -> None:
-        """Copy what is booked on all workers from another table, in which they have these rows."""
+        """Copy what changes from another table, in which all workers have these rows: bookings, and costs of tiers."""
         np.take(table._loads, rows, axis=1, out=self._loads)
+        for tier, costs in self.tiers.items():
+            np.take(table.tiers[tier].latency_s, rows, out=costs.latency_s)
+            np.take(table.tiers[tier].block_s, rows, out=costs.block_s)
 
     def note_silence(self, worker: RegisteredWorker) -> None:
         """Copy whether heartbeats of this worker are missing."""

@@ -1,0 +1,88 @@
+"""What an engine's own tiers hold, and what loading from them costs, in the form in which our workers report theirs.
+
+An engine reports no durations of loads. They are learned from first tokens: what a prompt took of which blocks were
+loaded, beyond the predicted time to compute the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tandem.protocol.messages import DISK_TIER, HOST_TIER, POOL_PLACE, TierLoad, WorkerCard, holder_name
+from tandem.scheduling.load_cost import TIER_PRIORS, LoadCost
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+
+_TIERS = (HOST_TIER, DISK_TIER)  # fastest first
+_TOKEN_BYTES = 128 * 1024  # of KV, where an engine's is not known: a model of 8B parameters in 16 bits
+_MAX_SURPRISE = 4.0  # factor between a prediction and what is learned: much may delay a first token
+
+
+class ExpectedLoad(NamedTuple):
+    """Blocks [first_block, end_block) of a prompt that an engine should load from its tier: its pool lacks them.
+
+    It loads whatever it finds, whether or not that is faster than computing.
+    """
+
+    tier: str
+    first_block: int
+    end_block: int
+
+
+class EngineTiers:
+    """The tiers of one engine, from the first block that its events put there to the end of its life."""
+
+    def __init__(self, card: WorkerCard, index: PrefixIndex, on_change: Callable[[Sequence[TierLoad]], None]) -> None:
+        """`on_change` gets the tiers, with what loads cost now."""
+        self._card = card
+        self._index = index
+        self._on_change = on_change
+        self._costs: dict[str, LoadCost] = {}
+
+    def __contains__(self, tier: str) -> bool:
+        return tier in self._costs
+
+    def add(self, tier: str) -> None:
+        """Follow a tier from now on."""
+        self._index.add_worker(self._holder(tier), self._card.address.epoch)
+        block_bytes = self._card.block_bytes or _TOKEN_BYTES * self._card.block_size
+        self._costs[tier] = LoadCost(TIER_PRIORS[tier], block_bytes)
+
+    def remove(self) -> None:
+        """Forget all blocks in tiers."""
+        self._index.remove_worker(*(self._holder(tier) for tier in self._costs))
+        self._costs.clear()
+
+    def report(self) -> None:
+        """Tell what the tiers hold."""
+        if self._costs:
+            self._on_change([self._load_of(tier, self._costs[tier]) for tier in _TIERS if tier in self._costs])
+
+    def expected(self, digests: Sequence[bytes]) -> ExpectedLoad | None:
+        """The load of a prompt with these digests that is sent now, from the tier that has most of it."""
+        if not self._costs:
+            return None
+        end_block, tier = max(
+            ((self._num_held(tier, digests), tier) for tier in _TIERS if tier in self._costs), key=lambda one: one[0]
+        )
+        first_block = self._num_held(POOL_PLACE, digests)
+        return ExpectedLoad(tier, first_block, end_block) if end_block > first_block else None
+
+    def learn(self, load: ExpectedLoad, seconds: float) -> None:
+        """A load seems to have taken this long."""
+        cost, num_blocks = self._costs.get(load.tier), load.end_block - load.first_block
+        if cost is not None:
+            predicted_s = num_blocks * cost.block_s
+            bounded_s = min(max(seconds - cost.latency_s, predicted_s / _MAX_SURPRISE), predicted_s * _MAX_SURPRISE)
+            cost.observe(num_blocks, bounded_s)
+            self.report()
+
+    def _num_held(self, place: str, digests: Sequence[bytes]) -> int:
+        return self._index.count_held(self._holder(place), digests, len(digests))
+
+    def _holder(self, place: str) -> str:
+        return holder_name(self._card.address.worker_id, place)
+
+    def _load_of(self, tier: str, cost: LoadCost) -> TierLoad:
+        num_blocks = self._index.num_blocks(self._holder(tier))
+        return TierLoad(name=tier, num_blocks=num_blocks, latency_s=cost.latency_s, block_s=cost.block_s)
