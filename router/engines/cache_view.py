@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zmq.asyncio import Context
 
 from tandem.protocol.digest import join_digests
-from tandem.protocol.messages import POOL_PLACE, BlockEvents, TierLoad, WorkerCard
+from tandem.protocol.messages import POOL_PLACE, BlockEvents, WorkerCard
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.digests import digest_root
-from tandem.router.engines.engine_tiers import EngineTiers, ExpectedLoad
+from tandem.router.engines.engine_tiers import EngineTiers, ExpectedLoad, TierListener
 from tandem.router.engines.kv_events import BlockTranslator, KvEventFeed, PlaceChange
 from tandem.router.engines.simulated_cache import SimulatedCache
 from tandem.runtime.background import BackgroundTasks
@@ -29,7 +29,7 @@ class CacheView:
         index: PrefixIndex,
         context: Context,
         on_malformed: Callable[[str], None],
-        on_tiers: Callable[[Sequence[TierLoad]], None],
+        on_tiers: TierListener,
     ) -> None:
         """`on_malformed` is called with the reason why events cannot be used, `on_tiers` with the engine's tiers."""
         self._name = engine
@@ -58,7 +58,7 @@ class CacheView:
         if not spec.kv_events:
             self._simulated = SimulatedCache(num_simulated_blocks, spec.cache_ttl_s)
             return
-        self._tiers = EngineTiers(card, self._index, self._on_tiers)
+        self._tiers = EngineTiers(card, self._index, self._on_tiers, host_bytes=round(spec.host_cache_gb * 1e9))
         self._translator = BlockTranslator(digest_root(card.model, card.block_size), card.block_size)
         self._feed = KvEventFeed(self._context, spec.kv_events, spec.kv_replay, self._apply)
         self._feed_task = self._background.keep(f"KV events of engine {self._name}", self._feed.run)
@@ -96,12 +96,15 @@ class CacheView:
         if self._tiers is not None:
             self._tiers.learn(load, seconds)
 
-    def refresh(self, now: float) -> None:
-        """Drop blocks that have not been used for long, and report what the tiers hold. Called regularly."""
+    def refresh(self, loaded_tokens: Mapping[str, int], now: float) -> None:
+        """Drop blocks that have not been used for long, and report what the tiers hold. Called regularly.
+
+        `loaded_tokens`: prompt tokens that came from each tier, as the engine says.
+        """
         if self._simulated is not None and (removed := self._simulated.expire(now)):
             self._publish(PlaceChange([], removed))
         if self._tiers is not None:
-            self._tiers.report()
+            self._tiers.report(loaded_tokens)
 
     def _apply(self, events: list[dict[str, Any]], is_lost: bool) -> None:
         translator, tiers = self._translator, self._tiers

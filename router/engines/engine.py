@@ -16,7 +16,7 @@ from zmq.asyncio import Context
 
 from tandem.protocol.config import ExternalEnginesConfig
 from tandem.protocol.digest import root_digest
-from tandem.protocol.messages import PeerAddress, TierLoad, WorkerCard, WorkerState
+from tandem.protocol.messages import FetchStats, PeerAddress, TierLoad, WorkerCard, WorkerState
 from tandem.router.engines.addresses import Resolve
 from tandem.router.engines.breaker import Breaker
 from tandem.router.engines.cache_view import CacheView
@@ -252,5 +252,5 @@ class RemoteEngine:
     def _set_reason(self, reason: str) -> None:
         self.reason = reason
 
-    def _note_tiers(self, tiers: Sequence[TierLoad]) -> None:
-        self._registry.note_tiers(self.name, tiers, None)
+    def _note_tiers(self, tiers: Sequence[TierLoad], fetches: FetchStats) -> None:
+        self._registry.note_tiers(self.name, tiers, fetches)

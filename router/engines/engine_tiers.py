@@ -6,15 +6,16 @@ loaded, beyond the predicted time to compute the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from tandem.protocol.messages import DISK_TIER, HOST_TIER, POOL_PLACE, TierLoad, WorkerCard, holder_name
+from tandem.protocol.messages import DISK_TIER, HOST_TIER, POOL_PLACE, FetchStats, TierLoad, WorkerCard, holder_name
 from tandem.scheduling.load_cost import TIER_PRIORS, LoadCost
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 
 _TIERS = (HOST_TIER, DISK_TIER)  # fastest first
 _TOKEN_BYTES = 128 * 1024  # of KV, where an engine's is not known: a model of 8B parameters in 16 bits
+TierListener = Callable[[Sequence[TierLoad], FetchStats], None]
 _MAX_SURPRISE = 4.0  # factor between a prediction and what is learned: much may delay a first token
 
 
@@ -32,12 +33,15 @@ class ExpectedLoad(NamedTuple):
 class EngineTiers:
     """The tiers of one engine, from the first block that its events put there to the end of its life."""
 
-    def __init__(self, card: WorkerCard, index: PrefixIndex, on_change: Callable[[Sequence[TierLoad]], None]) -> None:
-        """`on_change` gets the tiers, with what loads cost now."""
+    def __init__(self, card: WorkerCard, index: PrefixIndex, on_change: TierListener, *, host_bytes: int = 0) -> None:
+        """`on_change` gets the tiers, with what loads cost now. `host_bytes`: size of host memory; 0 = not known."""
         self._card = card
         self._index = index
         self._on_change = on_change
+        self._block_bytes = card.block_bytes or _TOKEN_BYTES * card.block_size
+        self._capacity_blocks = {HOST_TIER: host_bytes // self._block_bytes}
         self._costs: dict[str, LoadCost] = {}
+        self._loaded_blocks: dict[str, int] = {}
 
     def __contains__(self, tier: str) -> bool:
         return tier in self._costs
@@ -45,18 +49,21 @@ class EngineTiers:
     def add(self, tier: str) -> None:
         """Follow a tier from now on."""
         self._index.add_worker(self._holder(tier), self._card.address.epoch)
-        block_bytes = self._card.block_bytes or _TOKEN_BYTES * self._card.block_size
-        self._costs[tier] = LoadCost(TIER_PRIORS[tier], block_bytes)
+        self._costs[tier] = LoadCost(TIER_PRIORS[tier], self._block_bytes)
 
     def remove(self) -> None:
         """Forget all blocks in tiers."""
         self._index.remove_worker(*(self._holder(tier) for tier in self._costs))
         self._costs.clear()
 
-    def report(self) -> None:
-        """Tell what the tiers hold."""
+    def report(self, loaded_tokens: Mapping[str, int] | None = None) -> None:
+        """Tell what the tiers hold. `loaded_tokens`: prompt tokens that came from each since the engine's start."""
+        if loaded_tokens is not None:
+            block_size = self._card.block_size
+            self._loaded_blocks = {tier: num_tokens // block_size for tier, num_tokens in loaded_tokens.items()}
         if self._costs:
-            self._on_change([self._load_of(tier, self._costs[tier]) for tier in _TIERS if tier in self._costs])
+            tiers = [self._load_of(tier, self._costs[tier]) for tier in _TIERS if tier in self._costs]
+            self._on_change(tiers, _fetches(self._loaded_blocks))
 
     def expected(self, digests: Sequence[bytes]) -> ExpectedLoad | None:
         """The load of a prompt with these digests that is sent now, from the tier that has most of it."""
@@ -85,4 +92,23 @@ class EngineTiers:
 
     def _load_of(self, tier: str, cost: LoadCost) -> TierLoad:
         num_blocks = self._index.num_blocks(self._holder(tier))
-        return TierLoad(name=tier, num_blocks=num_blocks, latency_s=cost.latency_s, block_s=cost.block_s)
+        return TierLoad(
+            name=tier,
+            num_blocks=num_blocks,
+            capacity_blocks=self._capacity_blocks.get(tier, 0),
+            num_hits=self._loaded_blocks.get(tier, 0),
+            latency_s=cost.latency_s,
+            block_s=cost.block_s,
+        )
+
+
+def _fetches(num_loaded_blocks: dict[str, int]) -> FetchStats:
+    """The part of these counts that is known of engines."""
+    return FetchStats(
+        num_prompts={},
+        num_loaded_blocks=num_loaded_blocks,
+        num_lent_blocks=0,
+        predicted_load_s=0.0,
+        actual_load_s=0.0,
+        saved_s=0.0,
+    )

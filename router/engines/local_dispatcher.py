@@ -178,6 +178,7 @@ class LocalDispatcher:
             "num_indexed_blocks": len(fleet.index),
             "mean_output_tokens": fleet.lengths.mean_output_tokens,
             "admission": self.queues.report(),
+            "cache_sizing": {model: sizing.report() for model, sizing in self.queues.sizings.items()},
             "autoscaler": self.manager.autoscaler_status,
         }
 
@@ -186,6 +187,7 @@ class LocalDispatcher:
         return fleet_overview(
             self.fleet,
             self.queues,
+            self.queues.sizings.values(),
             decisions=self.queues.decisions(NUM_DECISIONS)[:NUM_DECISIONS],
             autoscaler=self.manager.autoscaler_status,
             settings=self._settings,
@@ -421,7 +423,7 @@ class LocalReservation(Reservation[BookedAttempt]):
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """The answer is complete."""
         self._booked.ended(num_prompt_tokens, num_output_tokens)
-        self._queue.admission.note_answer(self._placement_request.tenant, num_output_tokens)
+        self._queue.note_answer(self._placement_request, self.admitted.placement, num_output_tokens)
 
     def release(self) -> None:
         """Give everything back. Later calls change nothing."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from tandem.protocol.digest import block_digests, join_digests
-from tandem.protocol.messages import BlockEvents, TierLoad
+from tandem.protocol.messages import BlockEvents, FetchStats, TierLoad
 from tandem.router.engines.engine_tiers import EngineTiers, ExpectedLoad
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tests.support.builders import make_card
@@ -20,7 +20,8 @@ class Engine:
         self.index = PrefixIndex()
         self.index.add_worker("a", 1)
         self.reported: dict[str, TierLoad] = {}
-        self.tiers = EngineTiers(make_card("a"), self.index, self._report)
+        self.loaded: dict[str, int] = {}
+        self.tiers = EngineTiers(make_card("a"), self.index, self._report, host_bytes=10**9)
         for tier in tiers:
             self.tiers.add(tier)
 
@@ -33,8 +34,8 @@ class Engine:
         self.tiers.report()
         return self.reported[tier].block_s
 
-    def _report(self, tiers: Sequence[TierLoad]) -> None:
-        self.reported = {tier.name: tier for tier in tiers}
+    def _report(self, tiers: Sequence[TierLoad], fetches: FetchStats) -> None:
+        self.reported, self.loaded = {tier.name: tier for tier in tiers}, fetches.num_loaded_blocks
 
 
 @pytest.mark.parametrize(
@@ -87,3 +88,15 @@ def test_without_tiers_nothing_is_expected_or_reported() -> None:
     engine.holds("host", 3)
     engine.tiers.remove()
     assert (engine.tiers.expected(DIGESTS), len(engine.index)) == (None, 0)
+
+
+def test_the_size_and_what_the_engine_says_it_loaded_are_reported() -> None:
+    engine = Engine("host", "disk")
+    engine.holds("host", 5)
+    engine.tiers.report({"host": 163})
+    block_bytes = make_card("a").block_bytes
+    host, disk = engine.reported["host"], engine.reported["disk"]
+    assert (host.num_blocks, host.capacity_blocks, host.num_hits) == (5, 10**9 // block_bytes, 10)
+    assert (disk.num_blocks, disk.capacity_blocks, disk.num_hits) == (0, 0, 0)
+    engine.tiers.report()
+    assert engine.loaded == {"host": 10}

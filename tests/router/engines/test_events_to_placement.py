@@ -66,6 +66,7 @@ async def test_a_hit_in_an_engines_host_memory_is_counted_and_named(fake_a: Fake
         index, now = router.fleet.index, router.fleet.clock
         await publisher.publish_until(lambda: index.num_blocks("a") == 4, stored(0, 4))
         assert router.engine("a").to_json(now())["tiers"] == []
+        assert "tiers" not in await router.dispatcher.overview()  # nor has the dashboard a panel for them
         await publisher.publish(*[offloaded(i) for i in range(4)], offloaded(0, medium="STORAGE"), removed(3, 2, 1, 0))
         await eventually(lambda: index.num_blocks("a") == 0)
         answer = await router.client.post(COMPLETIONS, json=completion(PROMPT), headers={"x-tandem-explain": "1"})
@@ -75,8 +76,12 @@ async def test_a_hit_in_an_engines_host_memory_is_counted_and_named(fake_a: Fake
         assert answer.headers["x-tandem-expected-tier"] == "host"
         tiers = (await router.client.get("/v1/pools")).json()["engines"][0]["tiers"]
         assert [(tier["name"], tier["num_blocks"]) for tier in tiers] == [("host", 4), ("disk", 1)]
-        row = (await router.dispatcher.overview())["members"]["rows"][0]
-        assert ["host", 4, 0] in row[MEMBER_COLUMNS.index("tiers")]
+        overview = await router.dispatcher.overview()
+        assert ["host", 4, 0] in overview["members"]["rows"][0][MEMBER_COLUMNS.index("tiers")]
+        assert [tier["name"] for tier in overview["tiers"]] == ["pool", "host", "disk"]
+        assert overview["curve"]["num_tokens"] == len(PROMPT)
+        [sizing] = (await router.client.get("/v1/pools")).json()["cache_sizing"].values()
+        assert sizing["measured_hit_ratio"] == pytest.approx(64 / 67, abs=1e-6)
         await publisher.publish(evicted(3, 2, 1, 0))
         await eventually(lambda: index.num_blocks("a/host") == 0)
         assert index.num_blocks("a/disk") == 1
