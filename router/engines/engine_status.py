@@ -95,9 +95,7 @@ class EngineReport(NamedTuple):
 
     load: ReportedLoad | None
     work: WorkDone | None
-    loaded_tokens: Mapping[str, int] = MappingProxyType(
-        {}
-    )  # by tier: prompt tokens from there
+    loaded_tokens: Mapping[str, int] = MappingProxyType({})  # by tier: prompt tokens from there
 
 
 class WorkCounter:

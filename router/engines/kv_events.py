@@ -55,7 +55,8 @@ _FIELDS = {  # of events that are arrays; older versions of vLLM send arrays, ne
     "AllBlocksCleared": (),
 }  # fmt: skip
 
-_PLACES = {None: POOL_PLACE, "GPU": POOL_PLACE, "gpu": POOL_PLACE, "CPU": HOST_TIER, "STORAGE": DISK_TIER}  # by medium
+_POOL_MEDIA = (None, "GPU", "gpu")
+_PLACES = dict.fromkeys(_POOL_MEDIA, POOL_PLACE) | {"CPU": HOST_TIER, "STORAGE": DISK_TIER}
 
 BlockHash = bytes | int
 Last = dict[str, dict[bytes, bool]]  # by place: the digests that events changed, and whether they are held now
@@ -111,7 +112,7 @@ def pieces_of(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The same event as several ones of at most `PIECE_BLOCKS` blocks, so that none takes long."""
     names, is_stored = event.get("block_hashes") or (), event["type"] == "BlockStored"
     if len(names) <= PIECE_BLOCKS or (is_stored and not _is_consistent(event)):
-        yield event  # if it is not consistent, it is skipped or malformed
+        yield event  # if it cannot be cut, it is skipped or malformed
         return
     for first in range(0, len(names), PIECE_BLOCKS):
         end = first + PIECE_BLOCKS
@@ -125,10 +126,11 @@ def pieces_of(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _is_consistent(event: dict[str, Any]) -> bool:
-    """Whether a long event has what it takes to be cut."""
+    """Whether a long event has what it takes to be cut. A chunk in a tier is one thing, whatever its length."""
     size, token_ids = event.get("block_size"), event.get("token_ids")
     return (
-        isinstance(token_ids, list)
+        event.get("medium") in _POOL_MEDIA
+        and isinstance(token_ids, list)
         and type(size) is int
         and len(token_ids) == len(event["block_hashes"]) * size
         and isinstance(event.get("extra_keys"), list | None)

@@ -235,6 +235,18 @@ def test_a_chunk_of_several_blocks_promises_nothing() -> None:
     assert mirror.translator.digests == {}
 
 
+def test_a_long_chunk_is_not_cut_into_pieces_of_which_one_would_count() -> None:
+    translator = make_translator()
+    event = long_event(PIECE_BLOCKS + 1)
+    for piece in pieces_of(event):
+        translator.apply([piece])
+    for piece in pieces_of(event | {"medium": "CPU"}):
+        assert translator.apply([piece]).places == {}
+    assert (len(translator.held[POOL_PLACE]), len(translator.held[HOST_TIER])) == (PIECE_BLOCKS + 1, 0)
+    gone = [translator.apply([piece]) for piece in pieces_of(evicted(*range(PIECE_BLOCKS + 1)))]
+    assert [change.places for change in gone] == [{}, {}]
+
+
 def test_a_cleared_cache_leaves_nothing_in_any_place() -> None:
     mirror = Mirror()
     assert mirror.apply(stored(0, 4), offloaded(0), offloaded(1, medium="STORAGE")) == (4, 1, 1)
