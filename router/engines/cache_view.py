@@ -65,9 +65,7 @@ class CacheView:
 
     def stop(self) -> None:
         """Forget everything: the engine is gone, or its cache is."""
-        self._index.remove_worker(self._name)
-        if self._tiers is not None:
-            self._tiers.remove()
+        self._index.remove_worker(self._name, *(self._tiers.holders if self._tiers is not None else ()))
         if self._feed_task is not None:
             self._feed_task.cancel()
         self._feed_task = self._simulated = self._translator = self._tiers = None

@@ -15,8 +15,9 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 
 _TIERS = (HOST_TIER, DISK_TIER)  # fastest first
 _TOKEN_BYTES = 128 * 1024  # of KV, where an engine's is not known: a model of 8B parameters in 16 bits
-TierListener = Callable[[Sequence[TierLoad], FetchStats], None]
 _MAX_SURPRISE = 4.0  # factor between a prediction and what is learned: much may delay a first token
+
+TierListener = Callable[[Sequence[TierLoad], FetchStats], None]
 
 
 class ExpectedLoad(NamedTuple):
@@ -51,10 +52,10 @@ class EngineTiers:
         self._index.add_worker(self._holder(tier), self._card.address.epoch)
         self._costs[tier] = LoadCost(TIER_PRIORS[tier], self._block_bytes)
 
-    def remove(self) -> None:
-        """Forget all blocks in tiers."""
-        self._index.remove_worker(*(self._holder(tier) for tier in self._costs))
-        self._costs.clear()
+    @property
+    def holders(self) -> list[str]:
+        """Their names in the index."""
+        return [self._holder(tier) for tier in self._costs]
 
     def report(self, loaded_tokens: Mapping[str, int] | None = None) -> None:
         """Tell what the tiers hold. `loaded_tokens`: prompt tokens that came from each since the engine's start."""

@@ -84,10 +84,9 @@ def test_without_tiers_nothing_is_expected_or_reported() -> None:
     engine.tiers.learn(ExpectedLoad("host", 0, 1), 1.0)
     engine.tiers.report()
     assert (engine.tiers.expected(DIGESTS), engine.reported) == (None, {})
+    assert engine.tiers.holders == []
     engine.tiers.add("host")
-    engine.holds("host", 3)
-    engine.tiers.remove()
-    assert (engine.tiers.expected(DIGESTS), len(engine.index)) == (None, 0)
+    assert engine.tiers.holders == ["a/host"]
 
 
 def test_the_size_and_what_the_engine_says_it_loaded_are_reported() -> None:
