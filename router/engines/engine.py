@@ -169,6 +169,7 @@ class RemoteEngine:
             namespace=root_digest(digest_root(model, block_size), cache_salt=spec.name),
             adapters=list(served.adapters),
             serves_alone=spec.serves_alone,
+            loads_all=True,
             pid=0,
         )
 

@@ -57,6 +57,8 @@ class WorkerTable:
         self.fits_all_tokens = min(self.max_prompt_tokens.tolist(), default=0.0)
         self.serves_alone = _mask(card.serves_alone for card in cards)
         self.has_halves = not all(card.serves_alone for card in cards)
+        self.loads_all = _mask(card.loads_all for card in cards)
+        self.some_load_all = any(card.loads_all for card in cards)
         self._set_kinds(cards)
         self._set_roles(workers)
         self.everyone, self.zeros = np.ones(len(workers), dtype=bool), np.zeros(len(workers))  # read-only

@@ -6,9 +6,9 @@ Set TANDEM_VLLM_PYTHON to the Python of an environment with vLLM.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
+import random
 import time
 from pathlib import Path
 from statistics import median
@@ -50,11 +50,12 @@ def tier_flags(folder: Path | None, host_gb: float) -> list[str]:
 
 
 def chat_turns(fleet: Fleet) -> list[dict[str, Any]]:
-    """Every chat takes its turn, again and again: what each turn found cached, was expected to find, and its TTFT."""
+    """Every chat takes its turn, in another order each time: what each turn found cached, was expected to find, and its TTFT."""
     messages: list[list[dict[str, str]]] = [[] for _ in range(NUM_CHATS)]
-    turns = []
+    turns, rng = [], random.Random(1)
     with httpx.Client(timeout=120.0, trust_env=False) as client:
-        for turn, chat in itertools.product(range(NUM_TURNS), range(NUM_CHATS)):
+        order = [(turn, chat) for turn in range(NUM_TURNS) for chat in rng.sample(range(NUM_CHATS), NUM_CHATS)]
+        for turn, chat in order:
             question = "".join(STORY.format(f"{chat}-{turn}-{i}") for i in range(4)) + "What came next?"
             messages[chat].append({"role": "user", "content": question})
             body = {"model": fleet.model, "messages": messages[chat], "max_tokens": 16, "temperature": 0}

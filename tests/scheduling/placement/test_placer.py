@@ -307,7 +307,8 @@ def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> t
         num_blocks, chunk, namespace = rng.choice([64, 300, 4096]), rng.choice(chunks), rng.choice(namespaces)
         num_seats = rng.choice([0, 0, 1, 4, 16])
         sizes = {"num_blocks": num_blocks, "max_num_batched_tokens": chunk, "max_num_seqs": num_seats}
-        card = make_card(worker_id, role, kind=kind, namespace=namespace, **sizes)
+        loads_all = rng.random() < 0.3
+        card = make_card(worker_id, role, kind=kind, namespace=namespace, loads_all=loads_all, **sizes)
         add_ready(pool.registry, card)
         pool.index.add_worker(worker_id, epoch=1)
         if rng.random() < 0.6:
