@@ -50,7 +50,7 @@ def tier_flags(folder: Path | None, host_gb: float) -> list[str]:
 
 
 def chat_turns(fleet: Fleet) -> list[dict[str, Any]]:
-    """Every chat takes its turn, in another order each time: what it found cached, was expected to find, and its TTFT."""
+    """Every chat takes its turn, in another order each time: what it found, was expected to find, and its TTFT."""
     messages: list[list[dict[str, str]]] = [[] for _ in range(NUM_CHATS)]
     turns, rng = [], random.Random(1)
     with httpx.Client(timeout=120.0, trust_env=False) as client:
