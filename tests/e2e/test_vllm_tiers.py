@@ -114,7 +114,7 @@ def measured(flags: list[str]) -> dict[str, Any]:
 
 def test_without_tiers_chats_come_back_to_little() -> None:
     found = measured([])
-    assert found["hit_ratio"] <= 0.15, found
+    assert found["hit_ratio"] <= 0.3, found
     assert found["tiers"] == [""]
 
 
