@@ -37,7 +37,7 @@ _OWN_ENGINE_ONLY = {
     for config in (EngineConfig, TransferConfig, TierConfig, RouterConfig)
     for field in settings_of(config)
     if config is not RouterConfig or field.setting.command == "serve"
-} - {"model", "served_model_name", "worker_stall_timeout_s"}
+} - {"model", "served_model_name", "worker_stall_timeout_s", "host_cache_gb", "disk_cache_path"}
 _OF_TWO_ROLES = ("num_prefill", "num_decode", "decode_parallel_size")
 
 

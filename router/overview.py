@@ -65,8 +65,16 @@ def workers_overview(registry: Registry, index: PrefixIndex, costs: CostModel, s
     return {
         "kind": "workers",
         "members": {"columns": MEMBER_COLUMNS, "rows": [member_row(worker, index, costs) for worker in registry]},
-        "tiers": _tiers(registry, index),
-        "loaded_tokens": _loaded_tokens(registry),
+        **cache_overview(registry, index, sizing),
+    }
+
+
+def cache_overview(workers: Iterable[RegisteredWorker], index: PrefixIndex, sizing: CacheSizing) -> Json:
+    """What the tiers hold, where prompt tokens came from, and what more memory would give."""
+    workers = list(workers)
+    return {
+        "tiers": _tiers(workers, index),
+        "loaded_tokens": _loaded_tokens(workers),
         "curve": _curve(sizing),
     }
 
@@ -133,9 +141,8 @@ def _sent(workers: Iterable[RegisteredWorker]) -> Json:
     return {"num_handoffs": num_handoffs, "num_bytes": num_bytes, "exposed_s": exposed_s}
 
 
-def _tiers(registry: Registry, index: PrefixIndex) -> list[Json]:
+def _tiers(workers: Sequence[RegisteredWorker], index: PrefixIndex) -> list[Json]:
     """The pools and each kind of tier, fast to slow, summed over all workers. A shared store counts once."""
-    workers = list(registry)
     if not workers:
         return []
     num_blocks = sum(worker.card.num_blocks for worker in workers)

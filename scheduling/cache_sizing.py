@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from tandem.scheduling.miss_ratio import MissRatioCurve
-from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
 
 # The last hour's traffic has half the weight in the curve: long enough for conversations to return, short enough to
@@ -29,8 +28,8 @@ class CacheSizing:
     The model is one cache that all workers share. Each router knows only its own traffic.
     """
 
-    def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._registry = registry
+    def __init__(self, workers: Iterable[RegisteredWorker], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._workers = workers
         self._clock = clock
         self._curve = MissRatioCurve(block_size=1)  # until the first request shows the block size
         self._num_cached_tokens = 0.0  # fades with the curve
@@ -67,10 +66,10 @@ class CacheSizing:
 
         A shared store counts once. The levels do not add up: every block of the pools is also stored in each tier.
         """
-        levels = Counter({"pool": sum(worker.card.num_blocks for worker in self._registry)})
+        levels = Counter({"pool": sum(worker.card.num_blocks for worker in self._workers)})
         tiers = {
             (tier.name, tier_owner(tier.name, worker)): tier.capacity_blocks
-            for worker in self._registry
+            for worker in self._workers
             for tier in worker.tiers
         }
         for (name, _), capacity_blocks in tiers.items():
@@ -85,7 +84,7 @@ class CacheSizing:
         """The curve of all traffic around the configured sizes, as JSON."""
         levels = self.levels()
         capacities = _capacities(levels)
-        block_bytes = max((worker.card.block_bytes for worker in self._registry), default=0)
+        block_bytes = max((worker.card.block_bytes for worker in self._workers), default=0)
         return {
             "num_tokens": round(self._curve.num_tokens),
             "measured_hit_ratio": self._num_cached_tokens / max(1.0, self._curve.num_tokens),

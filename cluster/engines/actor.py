@@ -6,8 +6,10 @@ actor ends all that have it (`runtime/cleanup.py`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import secrets
 import threading
 import time
 from concurrent.futures import Future
@@ -119,9 +121,13 @@ class EngineActor(OwnedActor):
         url = f"http://{bracketed(server.host)}:{sockets.http_port}"
         dialect = dialect_of(server.kind)
         command = dialect.command(server, sockets) + _config_flag(dialect.config(server), folder)
-        with ServerProcess(server.kind, command, _environment(server, sockets), _log_file(server)) as process:
+        with contextlib.ExitStack() as stack:
+            stack.callback(dialect.release, sockets)
+            environment = _environment(server, sockets)
+            process = stack.enter_context(ServerProcess(server.kind, command, environment, _log_file(server)))
             try:
                 self._wait_until_it_generates(server, process, url)
+                dialect.release(sockets)
                 events, replay = (
                     sockets.reached_at(endpoint, server.host) for endpoint in (sockets.events, sockets.replay)
                 )
@@ -160,10 +166,11 @@ def _sockets(server: EngineServer, folder: Path) -> Sockets:
     num_ranks = server.parallelism.num_caches
     port = free_ports(server.host, 1 + 3 * num_ranks)
     side_channel, events, replay = (port + 1 + i * num_ranks for i in range(3))
+    engine_id = secrets.token_hex(16)
     if server.is_local:
         # The word "inproc" is for vLLM and SGLang: they add the rank to such an endpoint, and to no other kind of file.
-        return Sockets(port, side_channel, f"ipc://{folder}/inproc-events", f"ipc://{folder}/inproc-replay")
-    return Sockets(port, side_channel, f"tcp://*:{events}", f"tcp://*:{replay}")
+        return Sockets(port, side_channel, f"ipc://{folder}/inproc-events", f"ipc://{folder}/inproc-replay", engine_id)
+    return Sockets(port, side_channel, f"tcp://*:{events}", f"tcp://*:{replay}", engine_id)
 
 
 def _config_flag(text: str, folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast
 
 from tandem.cluster.engines import sglang, vllm
 from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets
+from tandem.protocol.config import TierConfig
 from tandem.protocol.config.managed import EngineKindName
 
 
@@ -16,11 +17,20 @@ class Dialect(Protocol):
     def check(self, arguments: Sequence[str]) -> None:
         """Raise `ConfigError` for flags that Tandem sets itself."""
 
+    def check_tiers(self, tiers: TierConfig, *, has_gpus: bool) -> None:
+        """Raise `ConfigError` for tiers that its servers cannot have."""
+
     def parallelism(self, arguments: Sequence[str]) -> Parallelism:
         """The ranks that these flags ask for. Raises `ConfigError`."""
 
     def command(self, server: EngineServer, sockets: Sockets) -> list[str]:
         """The command line of a server."""
+
+    def release(self, sockets: Sockets) -> None:
+        """Remove names of shared memory that would outlive the server: it serves, so its processes no longer need them.
+
+        Called when it serves, and when it has ended.
+        """
 
     def config(self, server: EngineServer) -> str:
         """Text of the file that the server gets as `--config`; "" for none."""

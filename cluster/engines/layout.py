@@ -31,6 +31,7 @@ _BYTES_OF = {"float32": 4, "float16": 2, "bfloat16": 2}
 def check_engine(config: ClusterConfig) -> None:
     """Raise `ConfigError` for engine settings that cannot work, before anything is fetched or started."""
     managed = config.managed
+    dialect_of(managed.engine_kind).check_tiers(config.tiers, has_gpus=True)  # it is not known yet
     if managed.engine_python and not Path(managed.engine_python).is_file():
         raise ConfigError(f"engine_python={managed.engine_python!r} is not a file; give the path of a Python")
     num_gpus = parallelism_of(config).num_gpus
@@ -71,9 +72,12 @@ def parallelism_of(config: ClusterConfig) -> Parallelism:
 def engine_servers(config: ClusterConfig, model: str) -> list[tuple[EngineServer, Role]]:
     """One server per worker, with its role at the start. `config` is resolved.
 
-    `model` is the name that servers of a joined cluster resolve on their nodes.
+    Raises `ConfigError` for tiers that these servers cannot have. `model` is the name that servers of a joined cluster
+    resolve on their nodes.
     """
-    managed, roles = config.managed, roles_of(config)
+    managed, roles, tiers = config.managed, roles_of(config), config.tiers
+    dialect_of(managed.engine_kind).check_tiers(tiers, has_gpus=config.num_gpus_per_worker > 0)
+    ranks = parallelism_of(config)
     names, api_key = worker_ids_of(roles), secrets.token_hex(_KEY_BYTES)
     return [
         (
@@ -84,7 +88,7 @@ def engine_servers(config: ClusterConfig, model: str) -> list[tuple[EngineServer
                 model=model if config.ray_address else config.engine.model,
                 served_model_name=config.engine.served_model_name,
                 arguments=tuple(shlex.split(managed.engine_args)),
-                parallelism=parallelism_of(config),
+                parallelism=ranks,
                 is_disaggregated=not config.colocated,
                 num_gpus=config.num_gpus_per_worker,
                 host="" if config.ray_address else "127.0.0.1",
@@ -92,6 +96,8 @@ def engine_servers(config: ClusterConfig, model: str) -> list[tuple[EngineServer
                 cpu_cores=() if config.ray_address else cores_of(idx, len(roles), config.engine.num_threads),
                 log_folder=managed.engine_log_folder,
                 stall_timeout_s=_STALL_FACTOR * config.router.worker_stall_timeout_s,
+                host_cache_bytes=round(tiers.host_cache_gb * 1e9) // ranks.num_caches,
+                disk_cache_path=tiers.disk_cache_path,
                 api_key=api_key,
             ),
             role,

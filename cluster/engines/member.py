@@ -173,6 +173,7 @@ class EngineMember(Member):
             role=self.role,
             hardware=self._facts.hardware,
             kv_bytes_per_token=self._facts.kv_bytes_per_token,
+            host_cache_gb=server.host_cache_bytes / 1e9,
             kv_events=started.events,
             kv_replay=started.replay,
             headers={"authorization": f"Bearer {server.api_key}"} if server.api_key else {},

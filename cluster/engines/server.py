@@ -29,6 +29,7 @@ class Sockets(NamedTuple):
     side_channel_port: int  # where engines ask each other for the place of their KV
     events: str  # ZMQ endpoint that the server binds
     replay: str
+    engine_id: str = ""  # names this life of the server; "" = it chooses one
 
     def reached_at(self, endpoint: str, host: str) -> str:
         """The endpoint for a process that connects to the server."""
@@ -74,6 +75,8 @@ class EngineServer:
     log_folder: str = ""
     start_timeout_s: float = 3600.0  # to load its model and answer: the largest take most of an hour
     stall_timeout_s: float = 300.0
+    host_cache_bytes: int = 0  # of host memory, for each rank that has a cache, for KV that its pool evicts
+    disk_cache_path: str = ""  # folder for KV that host memory evicts
     api_key: str = field(default="", repr=False)
 
 

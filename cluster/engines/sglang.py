@@ -25,6 +25,7 @@ from tandem.cluster.engines.server import (
     flags_of,
     number_of,
 )
+from tandem.protocol.config import TierConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 
@@ -76,6 +77,16 @@ def check(arguments: Sequence[str]) -> None:
         )
 
 
+def check_tiers(tiers: TierConfig, *, has_gpus: bool) -> None:
+    """Raise `ConfigError`: Tandem does not set SGLang's tiers."""
+    for name in ("host_cache_gb", "disk_cache_path"):
+        if value := getattr(tiers, name):
+            raise ConfigError(
+                f"{name}={value!r} is for Tandem's own workers and vLLM servers: for SGLang give its HiCache flags, "
+                "such as --enable-hierarchical-cache, in engine_args"
+            )
+
+
 def parallelism(arguments: Sequence[str]) -> Parallelism:
     """The ranks that these flags ask for. Raises `ConfigError`."""
     data = number_of(arguments, "--data-parallel-size", "--dp-size", "--dp")
@@ -109,6 +120,10 @@ def command(server: EngineServer, sockets: Sockets) -> list[str]:
         words += ["--disaggregation-bootstrap-port", str(sockets.side_channel_port)]
         words += [] if _BACKEND in given else [_BACKEND, "nixl"]
     return [*words, *server.arguments]
+
+
+def release(sockets: Sockets) -> None:
+    """As `Dialect.release`: nothing has a name."""
 
 
 def config(server: EngineServer) -> str:

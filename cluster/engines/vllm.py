@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tandem.cluster.engines.server import (
@@ -22,9 +24,11 @@ from tandem.cluster.engines.server import (
     number_of,
 )
 from tandem.cluster.worker_layout import preload_of
-from tandem.protocol.config import GPU_MEMORY_SHARE
+from tandem.protocol.config import GPU_MEMORY_SHARE, TierConfig
+from tandem.protocol.errors import ConfigError
 
 _KV = "every server hands KV over with NixlConnector and publishes KV events: leave it out"
+_TIERS = "give tandem serve --host-cache-gb and --disk-cache-path instead"
 OUR_FLAGS = {
     "--host": ADDRESS_IS_OURS,
     "--port": ADDRESS_IS_OURS,
@@ -35,8 +39,8 @@ OUR_FLAGS = {
     "--served-model-name": NAME_IS_OURS,
     "--kv-transfer-config": _KV,
     "--kv-events-config": _KV,
-    "--kv-offloading-size": _KV,  # replaces our connector by one of its own
-    "--kv-offloading-backend": _KV,
+    "--kv-offloading-size": _TIERS,  # replaces our connector by one of its own
+    "--kv-offloading-backend": _TIERS,
     "--api-key": KEY_IS_OURS,
     "--ssl-keyfile": KEY_IS_OURS,
     "--ssl-certfile": KEY_IS_OURS,
@@ -68,12 +72,27 @@ OUR_FLAGS = {
 }
 _DATA_PARALLEL = ("--data-parallel-size", "-dp")
 _MEMORY = "--gpu-memory-utilization"
+SHARED_MEMORY = Path("/dev/shm")
 _KV_CACHE_GB = "2"  # for each server on a CPU; by itself vLLM would take half of the machine's memory
 
 
 def check(arguments: Sequence[str]) -> None:
     """Raise `ConfigError` for flags that Tandem sets itself."""
     check_arguments("vLLM", arguments, OUR_FLAGS, known=_DATA_PARALLEL)
+
+
+def check_tiers(tiers: TierConfig, *, has_gpus: bool) -> None:
+    """Raise `ConfigError` for tiers that vLLM 0.32 does not have."""
+    if tiers.disk_cache_path and not tiers.host_cache_gb:
+        raise ConfigError(
+            f"disk_cache_path={tiers.disk_cache_path!r}: KV of a vLLM server goes to its disk through host memory; "
+            "give host_cache_gb too"
+        )
+    if tiers.host_cache_gb and not has_gpus:
+        raise ConfigError(
+            f"host_cache_gb={tiers.host_cache_gb:g}: vLLM offloads KV of GPUs only, and its servers get none here; "
+            "leave it out, and set VLLM_CPU_KVCACHE_SPACE to the GB that the cache of each server may take"
+        )
 
 
 def parallelism(arguments: Sequence[str]) -> Parallelism:
@@ -94,9 +113,20 @@ def command(server: EngineServer, sockets: Sockets) -> list[str]:
     words += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(_events(sockets))]
     if 0 < server.num_gpus < 1 and _MEMORY not in dict(flags_of(server.arguments)):
         words += [_MEMORY, f"{GPU_MEMORY_SHARE * server.num_gpus:.3f}"]  # servers that share a GPU share its memory
-    if server.is_disaggregated:
-        words += ["--kv-transfer-config", json.dumps(_connector(server))]
+    if connector := _connector(server):
+        engine_id = {"engine_id": sockets.engine_id} if sockets.engine_id else {}
+        words += ["--kv-transfer-config", json.dumps(connector | engine_id)]
     return [*words, *server.arguments]
+
+
+def release(sockets: Sockets) -> None:
+    """As `Dialect.release`. vLLM keeps the name of its host memory until it ends in good order.
+
+    So it does itself where it can tell that all processes have mapped it (`kv_offload/cpu/shared_offload_region.py`).
+    """
+    if sockets.engine_id:
+        for file in SHARED_MEMORY.glob(f"vllm_offload_{sockets.engine_id}*.mmap"):
+            file.unlink(missing_ok=True)
 
 
 def config(server: EngineServer) -> str:
@@ -152,5 +182,33 @@ def _events(sockets: Sockets) -> dict[str, object]:
 
 
 def _connector(server: EngineServer) -> dict[str, object]:
+    """What moves the server's KV; empty = nothing does.
+
+    vLLM loads a prompt from the first connector that has any of it (`MultiConnector.get_num_new_matched_tokens`). So
+    NIXL comes first: it has all of a prompt that another server computed, and nothing of any other prompt.
+    """
+    connectors = [_nixl(server)] if server.is_disaggregated else []
+    connectors += [_offloading(server)] if server.host_cache_bytes else []
+    if len(connectors) < 2:
+        return connectors[0] if connectors else {}
+    extra = {"connectors": connectors}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def _nixl(server: EngineServer) -> dict[str, object]:
     connector: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     return connector if server.num_gpus else connector | {"kv_buffer_device": "cpu"}
+
+
+def _offloading(server: EngineServer) -> dict[str, object]:
+    folder = os.path.expanduser(server.disk_cache_path)
+    disk = {"type": "fs", "root_dir": folder, "enable_kv_events": True, "locality": "LOCAL"}
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": server.host_cache_bytes,
+        "secondary_tiers": [disk] if folder else [],
+        "blocks_per_chunk": 1,  # only whole chunks are loaded, and larger ones would be announced block by block
+        "self_describing_kv_events": True,  # otherwise events of larger chunks look like those of blocks
+        "offload_prompt_only": False,  # the next turn of a chat contains the answer
+    }
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}

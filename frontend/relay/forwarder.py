@@ -240,6 +240,8 @@ def _headers(target: EngineTarget) -> dict[str, str]:
         "x-tandem-engine": target.decode,
         "x-tandem-expected-cached-tokens": str(target.num_expected_cached_tokens),
     }
+    if target.expected_tier:
+        headers["x-tandem-expected-tier"] = target.expected_tier
     if target.decision is not None:
         headers[EXPLAIN_HEADER] = json.dumps(target.decision, separators=(",", ":"))
     return headers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 POOL_PLACE = "pool"  # the paged cache on the worker's device; the other places are tiers, by name
 HOST_TIER = "host"  # host memory: the one tier that peers can read from
+DISK_TIER = "disk"
 
 
 def holder_name(worker_id: str, place: str) -> str:

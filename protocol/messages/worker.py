@@ -78,6 +78,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     tiers: dict[Name, Name] = {}  # KV tier -> the store it shares with other workers ("" = none), fast to slow
     adapters: Names = []  # LoRA adapters it serves
     serves_alone: bool = True  # whether it both computes prompts and decodes; if not, another worker does one of them
+    loads_all: bool = False  # whether it loads all that its tiers have of a prompt, even where computing is faster
     max_pinned_blocks: dict[Name, Number] = {}  # the most that pins may keep, by place: "pool" or a tier
 
 

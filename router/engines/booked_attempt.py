@@ -43,6 +43,7 @@ class BookedAttempt:
         self._sent_s = now = fleet.clock()
         self._trials = {engine: engine.breaker.begin(now) for engine in self._engines}
         digests = request.digests.of(best.prefill.card)
+        self._load = self._prefill.cache.expected_load(digests)
         for engine in self._engines:
             engine.begin(self, now)
             engine.cache.expect(digests, now, is_exact=is_exact)
@@ -167,6 +168,7 @@ class BookedAttempt:
     def _learn_prefill(self, engine: RemoteEngine, now: float) -> None:
         best = self._placement.best
         worker = best.prefill
+        self._learn_load(engine, now)
         stats = engine.step_timing.first_token(
             sent_s=self._sent_s,
             now=now,
@@ -174,10 +176,23 @@ class BookedAttempt:
             num_cached_tokens=best.num_cached_tokens,
             num_decode_seqs=worker.num_booked_seqs - worker.num_awaited_seqs,
             num_kv_tokens=worker.booked_kv_tokens - worker.awaited_kv_tokens,
+            has_load=self._load is not None,
         )
         if stats is not None:
             self._steps_of(engine).observe(stats)
         self.prefill_done()
+
+    def _learn_load(self, engine: RemoteEngine, now: float) -> None:
+        """What the prompt took beyond the predicted time for its rest, if more of it was loaded than computed."""
+        load, service_s = self._load, engine.step_timing.service_s(self._sent_s, now)
+        if load is None or service_s is None:
+            return
+        card, num_tokens = self._placement.best.prefill.card, self._placement.num_prompt_tokens
+        num_cached = min(load.end_block * card.block_size, num_tokens - 1)
+        if num_cached - load.first_block * card.block_size >= num_tokens - num_cached:
+            chunk_tokens = card.max_num_batched_tokens
+            rest_s = self._steps_of(engine).prefill_s(num_tokens - num_cached, num_cached, chunk_tokens)
+            engine.cache.learn_load(load, service_s - rest_s)
 
     def _learn_transfer(self, now: float) -> None:
         """From the end of prefill to the decode engine's first token: the KV transfer, and one decode step."""

@@ -30,6 +30,7 @@ _Count = Annotated[int, Meta(ge=0, le=2**40, description="a whole number, 0 or m
 _Port = Annotated[int, Meta(ge=0, le=65535, description="a port from 1 to 65535, or 0 for none")]
 _Ranks = Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")]
 _Seconds = Annotated[float, Meta(gt=0, le=1e9, description="a number of seconds above 0")]
+_Gigabytes = Annotated[float, Meta(ge=0, le=1e6, description="a number of GB, 0 or more")]
 _Switch = Annotated[bool, Meta(description="true or false")]
 _Name = Annotated[
     str,
@@ -84,6 +85,7 @@ class EngineSpec:
     max_model_len: _Count = 0
     max_num_batched_tokens: _Count = 0  # tokens of one step
     kv_bytes_per_token: _Count = 0  # size of a handoff; 0 = only its latency is learned
+    host_cache_gb: _Gigabytes = 0.0  # size of the host memory that its KV is offloaded to: for display and advice
     kv_events: _Endpoint = ""  # ZMQ endpoint of its KV events, such as tcp://host:5557
     kv_replay: _Endpoint = ""  # ZMQ endpoint that sends past events again
     bootstrap_port: _Port = 0  # port of an SGLang prefill server where decode servers ask for the place of its KV

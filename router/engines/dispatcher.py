@@ -54,6 +54,7 @@ class EngineTarget(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prefill: str
     decode: str
     num_expected_cached_tokens: int  # prompt tokens that the prefix index expects to be cached there
+    expected_tier: str = ""  # tier of the engine that has the last of them; "" = they are in its pool
     decision: dict[str, Any] | None = None  # why, as JSON, if the request explains
     gives_token_ids: bool = False  # whether the engine that answers can give the ids of its tokens
 

@@ -7,6 +7,7 @@ running requests count themselves in and out.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from zmq.asyncio import Context
 
 from tandem.protocol.config import ExternalEnginesConfig
 from tandem.protocol.digest import root_digest
-from tandem.protocol.messages import PeerAddress, WorkerCard, WorkerState
+from tandem.protocol.messages import FetchStats, PeerAddress, TierLoad, WorkerCard, WorkerState
 from tandem.router.engines.addresses import Resolve
 from tandem.router.engines.breaker import Breaker
 from tandem.router.engines.cache_view import CacheView
@@ -91,7 +92,7 @@ class RemoteEngine:
         self.capabilities: dict[str, Any] | None = None  # None = it has not reported them
         self.gives_token_ids = False  # whether its streams have the ids of their tokens, if asked for
         self.step_timing = StepTiming(DEFAULT_BATCHED_TOKENS)
-        self.cache = CacheView(spec.name, index, context, self._set_reason)
+        self.cache = CacheView(spec.name, index, context, self._set_reason, self._note_tiers)
         self._registry = registry
         self._epoch = 0
         self.tls = engine_tls(spec, config)  # None = it speaks plain HTTP
@@ -168,6 +169,7 @@ class RemoteEngine:
             namespace=root_digest(digest_root(model, block_size), cache_salt=spec.name),
             adapters=list(served.adapters),
             serves_alone=spec.serves_alone,
+            loads_all=True,
             pid=0,
         )
 
@@ -219,7 +221,7 @@ class RemoteEngine:
 
     def to_json(self, now: float) -> dict[str, Any]:
         """The engine in `GET /v1/engines`. No key is shown, only the name of its variable."""
-        spec, card = self.spec, self.card
+        spec, card, worker = self.spec, self.card, self._registry.get(self.name)
         return {
             "name": spec.name,
             "url": spec.url,
@@ -245,7 +247,11 @@ class RemoteEngine:
             "gives_token_ids": self.gives_token_ids,
             "prefix_index": "events" if spec.kv_events else "estimated",
             "num_event_gaps": self.cache.num_event_gaps,
+            "tiers": [msgspec.to_builtins(tier) for tier in worker.tiers] if worker else [],
         }
 
     def _set_reason(self, reason: str) -> None:
         self.reason = reason
+
+    def _note_tiers(self, tiers: Sequence[TierLoad], fetches: FetchStats) -> None:
+        self._registry.note_tiers(self.name, tiers, fetches)

@@ -69,7 +69,7 @@ class EngineProgress:
 
     def report(self, report: EngineReport, now: float) -> None:
         """Its metrics were read."""
-        load, work = report
+        load, work = report.load, report.work
         if self._work.has_changed(work):
             self._step(now)
         was_due = self._is_due

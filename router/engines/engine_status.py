@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tandem.protocol.messages import DISK_TIER, HOST_TIER
 from tandem.router.engines.bounded_json import NotJson, dumps, loads
 
 # Names in order of preference. The values of all label sets (for example of data-parallel ranks) are added up.
@@ -31,6 +34,8 @@ _WORK = (
     "sglang:prompt_tokens_total",
     "sglang:generation_tokens_total",
 )
+_TIERS = (HOST_TIER, DISK_TIER)
+_CACHED = "vllm:prompt_tokens_cached_by_source_total"  # "device", "host", "p2p", "disk", ...
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(\.dev)?")
 _LOAD_NAMES = (*_RUNNING, *_WAITING, *_USAGE)
 _CACHE_CONFIG = "vllm:cache_config_info"
@@ -90,6 +95,7 @@ class EngineReport(NamedTuple):
 
     load: ReportedLoad | None
     work: WorkDone | None
+    loaded_tokens: Mapping[str, int] = MappingProxyType({})  # by tier: prompt tokens from there
 
 
 class WorkCounter:
@@ -107,8 +113,17 @@ class WorkCounter:
 
 
 def parse_report(text: str, rank: int | None = None) -> EngineReport:
-    """Load and work in a Prometheus exposition, of one data-parallel rank or of all."""
-    return EngineReport(parse_load(text, rank), parse_work(text, rank))
+    """What a Prometheus exposition says of one data-parallel rank or of all."""
+    return EngineReport(parse_load(text, rank), parse_work(text, rank), parse_loaded_tokens(text, rank))
+
+
+def parse_loaded_tokens(text: str, rank: int | None = None) -> dict[str, int]:
+    """Prompt tokens by the tier that they came from; tiers that gave none are left out."""
+    found: Counter[str] = Counter()
+    for sample in _samples(text, (_CACHED,), rank):
+        if sample.labels.get("source") in _TIERS:
+            found[sample.labels["source"]] += _count(sample.value)
+    return dict(+found)
 
 
 def parse_work(text: str, rank: int | None = None) -> WorkDone | None:

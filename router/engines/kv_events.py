@@ -4,6 +4,10 @@ An engine identifies blocks by its own hashes. Its events contain the tokens too
 A map from its hashes to our digests continues the chains and resolves removals. SGLang's events are vLLM's with two
 differences: the salt is a field of its own, and under speculative decoding a token is a pair of two neighbours.
 
+Events of vLLM's offloading connector name another medium than the GPU. They never have the salt, and may have no tokens
+(`kv_connector/v1/offloading/events.py` of 0.32), so nothing is computed from them: they say where a hash is, and events
+of the GPU say what it stands for.
+
     PUB     [topic, sequence number (8 bytes, big endian), msgpack [timestamp, [event, ...], data parallel rank]]
     ROUTER  asked with [b"", first sequence number]: sends the batches it still has, then sequence number -1
 """
@@ -24,6 +28,7 @@ from zmq.error import ZMQError
 
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.digest import block_digests, root_digest
+from tandem.protocol.messages import DISK_TIER, HOST_TIER, POOL_PLACE
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +41,7 @@ MAX_EVENTS = 1 << 18  # of a message
 MAX_FIELDS = 32  # of an event
 MAX_EVENT_TOKENS = 1 << 19
 MAX_FIELD_BYTES = 256 * 1024  # of another field than tokens and blocks
-MAX_BLOCKS = 1 << 21  # of an engine; more are not followed
+MAX_BLOCKS = 1 << 21  # in a place of an engine; more are not followed
 PIECE_BLOCKS = 256  # blocks that are indexed before other work gets its turn
 MAX_TYPE_BYTES = 64
 MAX_FLAW_CHARS = 200
@@ -50,14 +55,24 @@ _FIELDS = {  # of events that are arrays; older versions of vLLM send arrays, ne
     "AllBlocksCleared": (),
 }  # fmt: skip
 
+_POOL_MEDIA = (None, "GPU", "gpu")
+_PLACES = dict.fromkeys(_POOL_MEDIA, POOL_PLACE) | {"CPU": HOST_TIER, "STORAGE": DISK_TIER}
+
 BlockHash = bytes | int
+Last = dict[str, dict[bytes, bool]]  # by place: the digests that events changed, and whether they are held now
 
 
-class BlockChange(NamedTuple):
-    """The change that events make, in our digests. `flaw`: why events are malformed; then all blocks are gone."""
+class PlaceChange(NamedTuple):
+    """The change that events make to the blocks of one place, in our digests."""
 
     stored: list[bytes]
     removed: list[bytes]
+
+
+class BlockChange(NamedTuple):
+    """The change that events make, by place. `flaw`: why events are malformed; then all blocks are gone."""
+
+    places: dict[str, PlaceChange]  # those that changed
     flaw: str = ""
 
 
@@ -97,7 +112,7 @@ def pieces_of(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The same event as several ones of at most `PIECE_BLOCKS` blocks, so that none takes long."""
     names, is_stored = event.get("block_hashes") or (), event["type"] == "BlockStored"
     if len(names) <= PIECE_BLOCKS or (is_stored and not _is_consistent(event)):
-        yield event  # if it is not consistent, it is skipped or malformed
+        yield event  # if it cannot be cut, it is skipped or malformed
         return
     for first in range(0, len(names), PIECE_BLOCKS):
         end = first + PIECE_BLOCKS
@@ -111,10 +126,11 @@ def pieces_of(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _is_consistent(event: dict[str, Any]) -> bool:
-    """Whether a long event has what it takes to be cut."""
+    """Whether a long event has what it takes to be cut. A chunk in a tier is one thing, whatever its length."""
     size, token_ids = event.get("block_size"), event.get("token_ids")
     return (
-        isinstance(token_ids, list)
+        event.get("medium") in _POOL_MEDIA
+        and isinstance(token_ids, list)
         and type(size) is int
         and len(token_ids) == len(event["block_hashes"]) * size
         and isinstance(event.get("extra_keys"), list | None)
@@ -124,17 +140,21 @@ def _is_consistent(event: dict[str, Any]) -> bool:
 
 @dataclass(slots=True)
 class BlockTranslator:
-    """Translates one engine's events. Pure: events in, changes of the prefix index out."""
+    """Translates one engine's events. Pure: events in, changes of the prefix index out.
+
+    At any time the index has, of each place, the digests of the hashes that are `held` there and known.
+    """
 
     namespace: bytes
     block_size: int
-    digests: dict[BlockHash, bytes] = field(default_factory=dict)
-    num_skipped: int = 0  # blocks of another size, blocks that are not plain text, and blocks with an unknown parent
+    digests: dict[BlockHash, bytes] = field(default_factory=dict)  # of the hashes that some place holds
+    held: dict[str, set[BlockHash]] = field(default_factory=lambda: {place: set() for place in _PLACES.values()})
+    num_skipped: int = 0  # blocks of another size, that are not plain text, with an unknown parent, or in a chunk
 
     def apply(self, events: Sequence[dict[str, Any]]) -> BlockChange:
         """Translate events. If one of them is malformed, nothing is known about any block."""
         # A block may be stored and removed several times: only the last event counts.
-        last: dict[bytes, bool] = {}
+        last: Last = {place: {} for place in self.held}
         flaw = ""
         try:
             for event in events:
@@ -142,32 +162,56 @@ class BlockTranslator:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
             flaw = repr(exc)[:MAX_FLAW_CHARS]
             self._clear(last)
-        return BlockChange(
-            [digest for digest, is_held in last.items() if is_held],
-            [digest for digest, is_held in last.items() if not is_held],
-            flaw,
-        )
+        return BlockChange({place: _change(changed) for place, changed in last.items() if changed}, flaw)
 
-    def _apply(self, event: dict[str, Any], last: dict[bytes, bool]) -> None:
+    def _apply(self, event: dict[str, Any], last: Last) -> None:
         if event["type"] == "AllBlocksCleared":
             self._clear(last)
-        elif event.get("medium") not in (None, "GPU", "gpu") or event.get("group_idx"):
-            return  # another tier, or layers without full attention
+            return
+        place = _PLACES.get(event.get("medium"))
+        if place is None or event.get("group_idx"):
+            return  # a medium that we do not know, or layers without full attention
+        if event["type"] == "BlockRemoved":
+            self._remove(place, event["block_hashes"], last)
         elif event["type"] == "BlockStored":
-            self._store(event, last)
-        elif event["type"] == "BlockRemoved":
-            gone = (self.digests.pop(name, None) for name in event["block_hashes"])
-            last |= dict.fromkeys((digest for digest in gone if digest is not None), False)
+            store = self._store if place == POOL_PLACE else self._offload
+            store(event, place, last)
 
-    def _clear(self, last: dict[bytes, bool]) -> None:
-        last |= dict.fromkeys(last, False) | dict.fromkeys(self.digests.values(), False)
+    def _clear(self, last: Last) -> None:
+        """NOTE: vLLM's event of this kind names no medium, and none other says that its host memory was cleared."""
+        for place, names in self.held.items():
+            gone = (self.digests[name] for name in names if name in self.digests)
+            last[place] |= dict.fromkeys(last[place], False) | dict.fromkeys(gone, False)
+            names.clear()
         self.digests.clear()
 
-    def _store(self, event: dict[str, Any], last: dict[bytes, bool]) -> None:
+    def _remove(self, place: str, names: Sequence[BlockHash], last: Last) -> None:
+        """A digest is known as long as any place holds its hash."""
+        for name in names:
+            if name not in self.held[place]:
+                continue
+            self.held[place].remove(name)
+            if (digest := self.digests.get(name)) is not None:
+                last[place][digest] = False
+            if not any(name in held for held in self.held.values()):
+                self.digests.pop(name, None)
+
+    def _offload(self, event: dict[str, Any], place: str, last: Last) -> None:
+        """A tier got a block. Its hash may become known later: KV that is loaded from a disk of an earlier life."""
+        names, held = event["block_hashes"], self.held[place]
+        # Only whole chunks are loaded: a prompt that has a part of one gets nothing (vllm#57159).
+        is_chunk = len(names) > 1
+        if is_chunk or len(held) + len(names) > MAX_BLOCKS:
+            self.num_skipped += len(names)
+            return
+        held |= set(names)
+        last[place] |= dict.fromkeys((self.digests[name] for name in names if name in self.digests), True)
+
+    def _store(self, event: dict[str, Any], place: str, last: Last) -> None:
         names, parent, token_ids = event["block_hashes"], event["parent_block_hash"], event["token_ids"]
         root = self._root(event) if parent is None else self.digests.get(parent)
         is_known = root is not None and event["block_size"] == self.block_size
-        has_room = len(self.digests) + len(names) <= MAX_BLOCKS
+        has_room = len(self.held[place]) + len(names) <= MAX_BLOCKS
         if not (is_known and has_room) or root is None or len(token_ids) != len(names) * self.block_size:
             self.num_skipped += len(names)
             return
@@ -176,18 +220,30 @@ class BlockTranslator:
         if token_ids and not isinstance(token_ids[0], int):
             token_ids = [first for first, _ in token_ids]
         digests = block_digests(root, token_ids[: num_text * self.block_size], self.block_size)
+        self.held[place] |= set(names[:num_text])
         for name, digest in zip(names, digests, strict=False):
-            former = self.digests.get(name)
-            if former is not None and former != digest:
-                last[former] = False
-            self.digests[name] = digest
-        last |= dict.fromkeys(digests, True)
+            self._learn(name, digest, last)
+
+    def _learn(self, name: BlockHash, digest: bytes, last: Last) -> None:
+        """Note what a hash stands for, wherever it is held."""
+        former = self.digests.get(name)
+        self.digests[name] = digest
+        for place, held in self.held.items():
+            if name in held:
+                if former is not None and former != digest:
+                    last[place][former] = False
+                last[place][digest] = True
 
     def _root(self, event: dict[str, Any]) -> bytes:
         """Root of a chain. As in vLLM, the adapter and the salt in the first block's extra keys make chains differ."""
         adapter = event.get("lora_name") or ""
         salt = event.get("cache_salt") or next(iter(_extra_keys(event, 0)), "")
         return root_digest(self.namespace, cache_salt=salt if isinstance(salt, str) else "", lora=adapter)
+
+
+def _change(changed: dict[bytes, bool]) -> PlaceChange:
+    stored = [digest for digest, is_held in changed.items() if is_held]
+    return PlaceChange(stored, [digest for digest, is_held in changed.items() if not is_held])
 
 
 class KvEventFeed:

@@ -179,6 +179,7 @@ class LocalDispatcher:
             "mean_output_tokens": fleet.lengths.mean_output_tokens,
             "admission": self.queues.report(),
             "shadow": self.queues.shadow.report(),
+            "cache_sizing": {model: sizing.report() for model, sizing in self.queues.sizings.items()},
             "autoscaler": self.manager.autoscaler_status,
         }
 
@@ -187,6 +188,7 @@ class LocalDispatcher:
         return fleet_overview(
             self.fleet,
             self.queues,
+            self.queues.sizings.values(),
             decisions=self.queues.decisions(NUM_DECISIONS)[:NUM_DECISIONS],
             autoscaler=self.manager.autoscaler_status,
             settings=self._settings,
@@ -422,7 +424,7 @@ class LocalReservation(Reservation[BookedAttempt]):
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """The answer is complete."""
         self._booked.ended(num_prompt_tokens, num_output_tokens)
-        self._queue.admission.note_answer(self._placement_request.tenant, num_output_tokens)
+        self._queue.note_answer(self._placement_request, self.admitted.placement, num_output_tokens)
 
     def release(self) -> None:
         """Give everything back. Later calls change nothing."""
@@ -453,6 +455,7 @@ class LocalReservation(Reservation[BookedAttempt]):
             best.prefill.worker_id,
             best.decode.worker_id,
             best.num_cached_tokens,
+            best.tier,
             decision,
             gives_token_ids=engine is not None and engine.gives_token_ids,
         )

@@ -105,7 +105,7 @@ class EngineProber:
         elif next(self._num_probes) % PROBES_PER_LISTING == 0:
             engine.note_served(await self._served_model())
         now = self._clock()
-        engine.cache.expire(now)
+        engine.cache.refresh(report.loaded_tokens, now)
         self._has_metrics = report.load is not None
         self._note_load(report.load or ReportedLoad(0, 0, 0.0), num_ours, now)
 

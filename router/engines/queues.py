@@ -21,6 +21,7 @@ from tandem.router.engines.engine_placer import EnginePlacer, ModelWorkers
 from tandem.scheduling.admission.admission import Admission
 from tandem.scheduling.admission.stats import TenantStats
 from tandem.scheduling.admission.work import Work
+from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.decisions import MAX_DECISIONS
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.placement.shadow import Shadow
@@ -41,6 +42,7 @@ class ModelQueue:
         self.admission_queue: AdmissionQueue[BookedAttempt] = AdmissionQueue(
             self.admission, fleet.registry, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
         )
+        self.sizing = CacheSizing(workers, clock=fleet.clock)
         self._clock = fleet.clock
 
     def placement_request(self, request: DispatchRequest) -> PlacementRequest:
@@ -56,6 +58,20 @@ class ModelQueue:
         if request.can_hand_over:
             return placement_request
         return msgspec.structs.replace(placement_request, can_hand_over=False, generates=request.generates)
+
+    def note_answer(self, request: PlacementRequest, placement: Placement, num_output_tokens: int) -> None:
+        """Count a complete answer. Its tokens are not known here, so only its prompt counts for the sizing."""
+        self.admission.note_answer(request.tenant, num_output_tokens)
+        card = placement.best.prefill.card
+        if digests := request.digests.of(card):
+            self.sizing.observe(
+                digests,
+                [],
+                block_size=card.block_size,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=placement.best.num_cached_tokens,
+                tenant=request.tenant,
+            )
 
     def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Nothing is sent or booked. Raises a `ServingError`."""
@@ -97,6 +113,11 @@ class Queues:
             for label, work in queue.admission.queued().items():
                 total[label] = total.get(label, Work()) + work
         return total
+
+    @property
+    def sizings(self) -> dict[str, CacheSizing]:
+        """Hit ratios of caches of other sizes, by model."""
+        return {model: queue.sizing for model, queue in self._queues.items()}
 
     def report(self) -> dict[str, Any]:
         """The queues by model, as JSON."""

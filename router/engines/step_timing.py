@@ -35,6 +35,7 @@ class _PrefillSpan:
     attention: float
     num_decode_seqs: int
     num_kv_tokens: int
+    has_load: bool  # it includes loads from a tier, so it says nothing about steps
 
 
 class StepTiming:
@@ -55,19 +56,30 @@ class StepTiming:
         num_cached_tokens: int,
         num_decode_seqs: int,
         num_kv_tokens: int,
+        has_load: bool = False,
     ) -> StepStats | None:
-        """A prompt's first token came. Returns the mean step of the previous span, which is complete now."""
+        """A prompt's first token came. Returns the mean step of the previous span, which is complete now.
+
+        `has_load`: KV of the prompt was loaded meanwhile.
+        """
         attention = prefill_attention(num_new_tokens, num_cached_tokens)
         span = self._open
         if span is not None and now - span.ended_s < SAME_STEP_S:
             span.num_new_tokens += num_new_tokens
             span.attention += attention
+            span.has_load |= has_load
             self._last_first_token_s = now
             return None
         started_s = max(sent_s, self._last_first_token_s)
         self._last_first_token_s = now
-        self._open = _PrefillSpan(started_s, now, num_new_tokens, attention, num_decode_seqs, num_kv_tokens)
-        return None if span is None else self._mean_step(span)
+        self._open = _PrefillSpan(started_s, now, num_new_tokens, attention, num_decode_seqs, num_kv_tokens, has_load)
+        return None if span is None or span.has_load else self._mean_step(span)
+
+    def service_s(self, sent_s: float, now: float) -> float | None:
+        """Seconds that a prompt took whose first token came now; None if it came with that of another prompt."""
+        if now - self._last_first_token_s < SAME_STEP_S:
+            return None
+        return now - max(sent_s, self._last_first_token_s)
 
     def is_gap_due(self, now: float) -> bool:
         """Whether `gap` would use a gap now. Cheap, because it is asked at every token."""

@@ -144,10 +144,15 @@ class CandidateCosts:
         table = self._table
         prefill_s, work_s = self._prefill_s(self._missed_tokens, self.hit_tokens)
         fetch_s, must_beat_s, readers = np.zeros(len(table)), _FETCH_GAIN * prefill_s, []
+        read_tokens = self._hit_tokens
         for source in self._sources:
             rest_s, rest_work_s = self._prefill_s(self._num_prompt_tokens - source.num_tokens, source.num_tokens)
             total_s = source.read_s + rest_s
             is_chosen = source.may_read & (total_s < must_beat_s)
+            if source.tier and table.some_load_all:
+                is_deeper = source.may_read & (source.num_tokens > read_tokens)
+                is_chosen = np.where(table.loads_all, is_deeper, is_chosen)
+                read_tokens = np.where(is_chosen, source.num_tokens, read_tokens)
             np.putmask(must_beat_s, is_chosen, total_s)
             np.putmask(fetch_s, is_chosen, source.read_s)
             np.putmask(prefill_s, is_chosen, rest_s)

@@ -163,8 +163,11 @@ class Registry:
         """Store a worker's report on its KV tiers."""
         worker = self._workers.get(worker_id)
         if worker is not None:
+            has_others = [tier.name for tier in tiers] != [tier.name for tier in worker.tiers]
             worker.tiers, worker.fetches = tiers, fetches
-            if self._table is not None:
+            if has_others:
+                self._table = None
+            elif self._table is not None:
                 self._table.note_tiers(worker)
 
     def note_actions(self, worker_id: str, actions: KvActions | None) -> None:

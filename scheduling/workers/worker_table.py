@@ -60,6 +60,8 @@ class WorkerTable:
         self.fits_all_tokens = min(self.max_prompt_tokens.tolist(), default=0.0)
         self.serves_alone = _mask(card.serves_alone for card in cards)
         self.has_halves = not all(card.serves_alone for card in cards)
+        self.loads_all = _mask(card.loads_all for card in cards)
+        self.some_load_all = any(card.loads_all for card in cards)
         self._set_kinds(cards)
         self._set_roles(workers)
         self.everyone, self.zeros = np.ones(len(workers), dtype=bool), np.zeros(len(workers))  # read-only
@@ -147,8 +149,11 @@ class WorkerTable:
                 self.last_booking[row] = worker.last_booking
 
     def update_from(self, table: WorkerTable, rows: Rows) -> None:
-        """Copy what is booked on all workers from another table, in which they have these rows."""
+        """Copy what changes from another table, in which all workers have these rows: bookings, and costs of tiers."""
         np.take(table._loads, rows, axis=1, out=self._loads)
+        for tier, costs in self.tiers.items():
+            np.take(table.tiers[tier].latency_s, rows, out=costs.latency_s)
+            np.take(table.tiers[tier].block_s, rows, out=costs.block_s)
 
     def note_silence(self, worker: RegisteredWorker) -> None:
         """Copy whether heartbeats of this worker are missing."""

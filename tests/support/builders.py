@@ -24,6 +24,7 @@ def make_card(
     namespace: bytes = NAMESPACE,
     adapters: list[str] | None = None,
     max_pinned_blocks: dict[str, int] | None = None,
+    loads_all: bool = False,
 ) -> WorkerCard:
     return WorkerCard(
         address=PeerAddress(worker_id=worker_id, epoch=epoch, endpoint=endpoint, heartbeat_endpoint=heartbeat_endpoint),
@@ -40,6 +41,7 @@ def make_card(
         pid=1,
         adapters=adapters or [],
         max_pinned_blocks=max_pinned_blocks or {},
+        loads_all=loads_all,
     )
 
 

@@ -39,6 +39,22 @@ def removed(*numbers: int) -> dict[str, Any]:
     return {"type": "BlockRemoved", "block_hashes": [name(i) for i in numbers], "medium": "GPU", "group_idx": 0}
 
 
+def offloaded(first: int, count: int = 1, medium: str = "CPU", *, is_described: bool = True) -> dict[str, Any]:
+    """A chunk of `count` blocks in a tier, recorded from `OffloadingEventsTracker` of vLLM 0.32.
+
+    Without a description it is the placeholder of a chunk whose request is not known, such as a promoted one.
+    """
+    if is_described:
+        return stored(first, count, medium=medium, group_idx=0, kv_cache_spec_kind="full_attention")
+    key = [name(first + count - 1)]
+    return stored(0, 0, block_hashes=key, medium=medium, group_idx=0, block_size=0)
+
+
+def evicted(*numbers: int, medium: str = "CPU") -> dict[str, Any]:
+    """Chunks of one block that left a tier."""
+    return removed(*numbers) | {"medium": medium}
+
+
 def name(number: int) -> bytes:
     return b"vllm-%d" % number
 

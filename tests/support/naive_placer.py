@@ -144,7 +144,10 @@ class _NaiveRequest:
         best, *sources = self.prefill_options(prefill, others)
         must_beat_s = 0.95 * best[-1][2]  # reading must save 5 % of computing, as predictions are not that exact
         for option in sources:
-            if option[-1][1] + option[-1][2] < must_beat_s:
+            is_better = option[-1][1] + option[-1][2] < must_beat_s
+            if option[2] and prefill.card.loads_all:
+                is_better = option[0] > best[0]
+            if is_better:
                 best, must_beat_s = option, option[-1][1] + option[-1][2]
         hit, holder, tier, prefill_terms = best
         transfer_s = self.transfer_s(prefill, decode, prefill_terms[2]) if prefill is not decode else 0.0

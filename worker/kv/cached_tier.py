@@ -13,8 +13,9 @@ from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import Codec
 from tandem.kv_transfer.fetch_planner import FetchSource
 from tandem.kv_transfer.tiers.tier import Tier, TierRead
+from tandem.scheduling.load_cost import LoadCost, LoadPrior
 from tandem.worker.kv.host_buffers import HostBuffers
-from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
+from tandem.worker.kv.kv_source import KvSource, OpenSource, Piece
 
 
 class CachedTier(KvSource):

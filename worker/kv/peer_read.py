@@ -41,7 +41,8 @@ from tandem.kv_transfer.transport.checksum import wrong_blocks
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.messages import PeerAddress, ReadGrant
-from tandem.worker.kv.kv_source import LoadCost, Piece
+from tandem.scheduling.load_cost import LoadCost
+from tandem.worker.kv.kv_source import Piece
 
 logger = logging.getLogger(__name__)
 

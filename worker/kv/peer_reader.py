@@ -16,7 +16,8 @@ from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Transport
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import KvHolder, PeerAddress, ReadDone, ReadGrant, ReadRequest, WorkerEpoch
-from tandem.worker.kv.kv_source import PIECES_IN_FLIGHT, KvSource, LoadCost, LoadPrior, OpenSource, Piece
+from tandem.scheduling.load_cost import LoadCost, LoadPrior
+from tandem.worker.kv.kv_source import PIECES_IN_FLIGHT, KvSource, OpenSource, Piece
 from tandem.worker.kv.peer_read import PeerRead, ReadContext
 
 _PRIOR = LoadPrior(latency_s=5e-3, bytes_per_s=1e9)

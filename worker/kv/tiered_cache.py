@@ -29,21 +29,16 @@ from tandem.kv_transfer.tiers.tier import Tier
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import POOL_PLACE, StepStats, TierLoad
 from tandem.scheduling.cost_model import StepModel
+from tandem.scheduling.load_cost import TIER_PRIORS
 from tandem.worker.kv.cached_tier import CachedTier
 from tandem.worker.kv.fetcher import Fetcher
 from tandem.worker.kv.host_buffers import CudaPages, HostBuffers, PinnedBuffers
-from tandem.worker.kv.kv_source import LoadPrior
 from tandem.worker.kv.offload import MAX_IN_FLIGHT_BYTES, Offloader
 from tandem.worker.kv.peer_reader import PeerReader
 from tandem.worker.kv.tier_check import store_key_path
 
 logger = logging.getLogger(__name__)
 
-_PRIORS = {
-    "host": LoadPrior(50e-6, 10e9),
-    "disk": LoadPrior(1e-3, 1e9),
-    "object": LoadPrior(50e-3, 200e6),
-}
 _NUM_THREADS = {"host": 1, "disk": 2, "object": 8}
 _MAX_LISTED_SHARE, _MIN_LISTED = 4, 100_000  # objects of a bucket that are listed, for each block that it may hold
 _RESCAN_S = {"disk": 60.0, "object": 60.0}  # other workers add blocks to these
@@ -191,7 +186,7 @@ def _make_tier(
         codec,
         block_bytes,
         num_threads=num_threads,
-        prior=_PRIORS[name],
+        prior=TIER_PRIORS[name],
         store=store,
         buffers=buffers,
     )

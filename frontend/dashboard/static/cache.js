@@ -8,9 +8,9 @@ import { bytes, percent } from "./format.js";
 const TIERS = { pool: "Pool", host: "Host memory", disk: "NVMe", object: "Object store", peer: "Other workers" };
 
 export function showCache(snapshot) {
-  const isOwn = snapshot.kind === "workers";
-  byId("cache-panel").hidden = !isOwn;
-  if (!isOwn) return;
+  const hasTiers = snapshot.tiers !== undefined; // of engines only those that offload KV
+  byId("cache-panel").hidden = !hasTiers;
+  if (!hasTiers) return;
   showTiers(snapshot.tiers, snapshot.curve.block_bytes);
   showHits(snapshot.hits);
   showCurve(snapshot.curve);
@@ -20,7 +20,8 @@ function showTiers(tiers, blockBytes) {
   reconcile(byId("tiers"), tiers, (tier) => tier.name, (tier) => barRow(nameOf(tier.name)), (row, tier) => {
     const share = tier.capacity_blocks ? tier.num_blocks / tier.capacity_blocks : null;
     const size = bytes(tier.capacity_blocks * blockBytes);
-    const text = tier.capacity_blocks ? `${percent(share)} of ${size}` : bytes(tier.num_blocks * blockBytes);
+    const held = blockBytes ? bytes(tier.num_blocks * blockBytes) : `${tier.num_blocks} blocks`;
+    const text = tier.capacity_blocks && blockBytes ? `${percent(share)} of ${size}` : held;
     updateBarRow(row, share, text);
   });
 }
@@ -55,7 +56,7 @@ function showHits(hits) {
 }
 
 function showCurve(curve) {
-  const hasTraffic = curve.num_tokens > 0 && curve.points.length > 1;
+  const hasTraffic = curve.num_tokens > 0 && curve.block_bytes > 0 && curve.points.length > 1;
   drawCurve(byId("curve"), hasTraffic ? curve : null);
   reconcile(
     byId("levels"),

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from tandem.cluster.engines import vllm
 from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted
 from tandem.cluster.engines.process import ServerProcess
 from tandem.cluster.engines.server import EngineServer
@@ -98,6 +99,28 @@ def test_a_server_that_cannot_start_is_reported_by_its_error(tmp_path: Path) -> 
     end = failed_start(server(tmp_path, f"--fake-error={line}"))
     assert end.reason == "vllm ended with code 3: ValueError: the model is too large"
     assert end.tail == ["some line before it", line]
+
+
+@pytest.fixture
+def host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The name of the host memory of the server that is started next."""
+    monkeypatch.setattr(vllm, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tandem.cluster.engines.actor.secrets.token_hex", lambda _: "ab")
+    name = tmp_path / "vllm_offload_ab.mmap"
+    name.touch()
+    return name
+
+
+def test_a_server_that_cannot_start_leaves_no_host_memory(tmp_path: Path, host_memory: Path) -> None:
+    failed_start(server(tmp_path, "--fake-error=ValueError: no"))
+    assert not host_memory.exists()
+
+
+@pytest.mark.cluster
+def test_the_name_of_host_memory_is_gone_once_a_server_serves(tmp_path: Path, host_memory: Path) -> None:
+    """So that nothing is left when it is killed."""
+    with running(server(tmp_path)):
+        assert not host_memory.exists()
 
 
 def test_a_python_that_cannot_run_the_engine_is_named(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.cluster.engines import vllm
 from tandem.cluster.engines.server import Parallelism, Sockets, flags_of
 from tandem.cluster.worker_layout import preload_of
+from tandem.protocol.config import TierConfig
 from tandem.protocol.errors import ConfigError
 from tests.support.managed import engine_server
 
@@ -80,6 +82,60 @@ def test_a_server_with_gpus_keeps_kv_there_and_one_alone_hands_over_none() -> No
     on_gpu = vllm.command(replace(SERVER, num_gpus=1.0), SOCKETS)
     assert "kv_buffer_device" not in on_gpu[on_gpu.index("--kv-transfer-config") + 1]
     assert "--kv-transfer-config" not in vllm.command(replace(SERVER, is_disaggregated=False), SOCKETS)
+
+
+def connector_of(**fields: Any) -> dict[str, Any]:
+    options = dict(itertools.pairwise(vllm.command(replace(SERVER, num_gpus=1.0, **fields), SOCKETS)))
+    return json.loads(options.get("--kv-transfer-config", "{}"))  # type: ignore[no-any-return]
+
+
+def test_tiers_are_offloaded_to_alone_and_beside_nixl() -> None:
+    alone = connector_of(is_disaggregated=False, host_cache_bytes=64 * 10**9, disk_cache_path="~/kv")
+    assert (alone["kv_connector"], alone["kv_role"]) == ("OffloadingConnector", "kv_both")
+    extra = alone["kv_connector_extra_config"]
+    assert (extra["spec_name"], extra["cpu_bytes_to_use"]) == ("TieringOffloadingSpec", 64 * 10**9)
+    assert extra["secondary_tiers"] == [
+        {"type": "fs", "root_dir": str(Path.home() / "kv"), "enable_kv_events": True, "locality": "LOCAL"}
+    ]
+    assert (extra["blocks_per_chunk"], extra["self_describing_kv_events"]) == (1, True)
+    assert extra["offload_prompt_only"] is False
+    assert (
+        connector_of(is_disaggregated=False, host_cache_bytes=1)["kv_connector_extra_config"]["secondary_tiers"] == []
+    )
+
+    both = connector_of(host_cache_bytes=64 * 10**9, disk_cache_path="~/kv")
+    assert both["kv_connector"] == "MultiConnector"
+    first, second = both["kv_connector_extra_config"]["connectors"]
+    assert (first, second) == ({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, alone)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "has_gpus", "error"),
+    [
+        (TierConfig(disk_cache_path="/ssd"), True, "disk_cache_path='/ssd'.*give host_cache_gb too"),
+        (TierConfig(host_cache_gb=64.0), False, "host_cache_gb=64: vLLM offloads KV of GPUs only"),
+    ],
+)
+def test_tiers_that_vllm_does_not_have_are_refused(tiers: TierConfig, has_gpus: bool, error: str) -> None:
+    vllm.check_tiers(TierConfig(host_cache_gb=64.0, disk_cache_path="/ssd"), has_gpus=True)
+    vllm.check_tiers(TierConfig(), has_gpus=False)
+    with pytest.raises(ConfigError, match=error):
+        vllm.check_tiers(tiers, has_gpus=has_gpus)
+
+
+def test_the_name_of_host_memory_is_removed_for_this_life_of_the_server_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "SHARED_MEMORY", tmp_path)
+    names = ["vllm_offload_ab.mmap", "vllm_offload_ab_dp1.mmap", "vllm_offload_cd.mmap", "other"]
+    for name in names:
+        (tmp_path / name).touch()
+    vllm.release(SOCKETS)  # its engine has a name of its own
+    assert len(list(tmp_path.iterdir())) == 4
+    vllm.release(SOCKETS._replace(engine_id="ab"))
+    assert {file.name for file in tmp_path.iterdir()} == set(names[2:])
+    command = vllm.command(SERVER, SOCKETS._replace(engine_id="ab"))
+    assert json.loads(command[command.index("--kv-transfer-config") + 1])["engine_id"] == "ab"
 
 
 def test_servers_that_share_a_gpu_share_its_memory() -> None:

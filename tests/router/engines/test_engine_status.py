@@ -13,6 +13,7 @@ from tandem.router.engines.engine_status import (
     ReportedLoad,
     parse_cache_size,
     parse_load,
+    parse_report,
     served_model,
 )
 
@@ -151,3 +152,22 @@ def test_not_all_models_are_named_in_an_error() -> None:
     catalog = {"data": [{"id": f"m{i}"} for i in range(10_000)]}
     with pytest.raises(LookupError, match=r"^it serves m0, m1, .*m7, \.\.\.$"):
         served_model(catalog, "other")
+
+
+def test_tokens_that_came_from_tiers_are_read_by_rank() -> None:
+    name = "vllm:prompt_tokens_cached_by_source_total"
+    rows = [
+        ("0", "device", 900),
+        ("0", "host", 64),
+        ("0", "disk", 16),
+        ("1", "host", 8),
+        ("1", "p2p", 7),
+        ("1", "x", 3),
+    ]
+    text = "".join(f'{name}{{engine="{rank}",source="{source}"}} {count}.0\n' for rank, source, count in rows)
+    assert parse_report(text).loaded_tokens == {"host": 72, "disk": 16}
+    assert parse_report(text, 1).loaded_tokens == {"host": 8}
+    assert parse_report(text, 2).loaded_tokens == {}
+    assert parse_report(f'{name}{{source="host"}} -1\n{name}{{source="disk"}} 1e30\n{name} 4\n').loaded_tokens == {
+        "disk": MAX_COUNT
+    }

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from pathlib import Path
 
 import httpx
 import msgspec
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.messages import WorkerState
+from tandem.protocol.messages import TierLoad, WorkerState
 from tandem.router.engines.engine_placer import ModelWorkers
 from tandem.scheduling.admission.tenants import load_tenants
 from tandem.scheduling.workers.load import RequestLoad
@@ -179,6 +180,18 @@ def test_the_table_of_one_model_follows_the_load_and_the_registry() -> None:
     assert (workers.get("w2"), workers.get("w3")) == (None, table.workers[1])
     booking.release()
     assert workers.table.booked_kv_tokens.tolist() == [0, 0, 0]
+    for names in (["host"], ["host", "disk"]):
+        for block_s in (1e-3, 2e-3):
+            registry.note_tiers("w3", [TierLoad(name=name, block_s=block_s) for name in names], None)
+            tiers = workers.table.tiers
+            assert {name: costs.block_s.tolist() for name, costs in tiers.items()} == {
+                name: [inf, block_s, inf] for name in names
+            }
+            assert tiers[names[-1]].readers == {f"w3/{names[-1]}": [1]}
+    registry.note_tiers("w2", [TierLoad(name="host", block_s=7.0)], None)  # of another model
+    assert workers.table.tiers["host"].block_s.tolist() == [inf, 2e-3, inf]
+    registry.note_tiers("w3", [], None)
+    assert workers.table.tiers == {}
     registry.set_state("w1", WorkerState.DEAD, "test")
     assert [worker.worker_id for worker in workers.table.workers] == ["w3", "w5"]
     alone = ModelWorkers(Registry(), "model-1")

@@ -71,3 +71,21 @@ def test_one_gap_per_interval_counts_and_bursts_do_not() -> None:
     assert gap(0.03, 1.05) is None
     assert gap(0.0001, 1.2) is None
     assert gap(0.03, 1.2) is not None
+
+
+def test_a_prompt_with_a_load_ends_the_span_before_it_and_gives_no_step_of_its_own() -> None:
+    timing = StepTiming(2048)
+    assert timing.service_s(0.25, 1.0) == 0.75
+    first_token(timing, 1.0, 100)
+    assert timing.service_s(0.5, 1.001) is None  # it came with the other
+    assert timing.service_s(0.5, 3.0) == 2.0  # it waited for the other
+    before = timing.first_token(
+        sent_s=0.5, now=3.0, num_new_tokens=9, num_cached_tokens=900, num_decode_seqs=2, num_kv_tokens=9, has_load=True
+    )
+    assert before is not None
+    assert (before.duration_s, before.num_prefill_tokens) == (1.0, 100)
+    assert first_token(timing, 3.001, 60) is None  # in the same span
+    assert first_token(timing, 4.0, 10) is None
+    after = first_token(timing, 5.0, 10)
+    assert after is not None
+    assert (after.duration_s, after.num_prefill_tokens) == (pytest.approx(0.999), 10)

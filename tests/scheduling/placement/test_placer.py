@@ -308,7 +308,8 @@ def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> t
         num_blocks, chunk, namespace = rng.choice([64, 300, 4096]), rng.choice(chunks), rng.choice(namespaces)
         num_seats = rng.choice([0, 0, 1, 4, 16])
         sizes = {"num_blocks": num_blocks, "max_num_batched_tokens": chunk, "max_num_seqs": num_seats}
-        card = make_card(worker_id, role, kind=kind, namespace=namespace, **sizes)
+        loads_all = rng.random() < 0.3
+        card = make_card(worker_id, role, kind=kind, namespace=namespace, loads_all=loads_all, **sizes)
         add_ready(pool.registry, card)
         pool.index.add_worker(worker_id, epoch=1)
         if rng.random() < 0.6:
@@ -328,6 +329,23 @@ def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> t
         if rng.random() < 0.1:
             pool.registry.set_state(worker_id, WorkerState.DRAINING, "test")
     return pool, bookings
+
+
+@pytest.mark.parametrize(
+    ("host", "disk", "tier", "num_loaded"), [(8, 4, "host", 6), (4, 10, "disk", 8), (8, 8, "host", 6)]
+)
+def test_a_worker_that_loads_all_its_tiers_have_is_charged_for_that(
+    host: int, disk: int, tier: str, num_loaded: int
+) -> None:
+    """As vLLM does, also where computing is faster."""
+    pool, digests = Pool(), chain(10)
+    pool.add("a", Role.COLOCATED, loads_all=True)
+    pool.cache("a", digests[:2])
+    pool.add_tier("a", TierLoad(name="host", block_s=5.0), digests[:host])
+    pool.add_tier("a", TierLoad(name="disk", block_s=5.0), digests[:disk])
+    best = pool.place(170, digests=digests).best
+    assert (best.tier, best.num_cached_tokens) == (tier, 16 * (2 + num_loaded))
+    assert best.terms.fetch_s == 5.0 * num_loaded
 
 
 def random_held(rng: random.Random) -> Held:

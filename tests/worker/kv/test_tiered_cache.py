@@ -20,9 +20,9 @@ from tandem.kv_transfer.tiers.tier import Tier
 from tandem.protocol.config import TierConfig
 from tandem.protocol.sampling import SamplingParams
 from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.load_cost import LoadPrior
 from tandem.worker.kv.cached_tier import CachedTier
 from tandem.worker.kv.host_copy import HostCopy
-from tandem.worker.kv.kv_source import LoadPrior
 from tandem.worker.kv.tiered_cache import TieredCache, create_tiers
 from tests.support.answers import Expects
 from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, engine_config, prompt_of

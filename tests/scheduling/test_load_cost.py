@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.worker.kv.kv_source import LoadCost, LoadPrior
+from tandem.scheduling.load_cost import LoadCost, LoadPrior
 
 
 def test_a_load_moves_the_cost_half_way_on_a_logarithmic_scale() -> None:
