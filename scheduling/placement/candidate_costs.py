@@ -144,7 +144,7 @@ class CandidateCosts:
         table = self._table
         prefill_s, work_s = self._prefill_s(self._missed_tokens, self.hit_tokens)
         fetch_s, must_beat_s, readers = np.zeros(len(table)), _FETCH_GAIN * prefill_s, []
-        read_tokens = self._hit_tokens
+        read_tokens = self.hit_tokens
         for source in self._sources:
             rest_s, rest_work_s = self._prefill_s(self._num_prompt_tokens - source.num_tokens, source.num_tokens)
             total_s = source.read_s + rest_s
