@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tandem.engine.engine import Engine
-from tandem.engine.sampling.sampler import Sampler
+from tandem.engine.sampling import sampler
 from tandem.engine.sequence import Sequence
 from tandem.engine.sequence_factory import SequenceFactory
 from tandem.kv_transfer.transport.base import Notification
@@ -173,14 +173,14 @@ def test_what_is_not_taken_in_fails(
 def test_a_request_that_fails_in_a_step_fails_alone(
     phase: str, worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Sampler._plan
+    original = sampler.plan_of
 
-    def raise_for_bad(sampler: Sampler, sequence: Sequence, vocab_size: int) -> Any:
+    def raise_for_bad(sequence: Sequence) -> Any:
         if sequence.request_id == "bad":
             raise ZeroDivisionError
-        return original(sampler, sequence, vocab_size)
+        return original(sequence)
 
-    monkeypatch.setattr(Sampler, "_plan", raise_for_bad)
+    monkeypatch.setattr(sampler, "plan_of", raise_for_bad)
     asked: dict[str, Any] = {"request_id": "bad", "token_ids": [5] * 20, "sampling": SamplingParams(max_tokens=3)}
     client.send(Generate(**asked) if phase == "whole" else Prefill(**asked, decode_worker=PEER))
     failed = client.receive(RequestFailed)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.sampling.sampler import Sampler
+from tandem.engine.sampling import sampler
 from tandem.engine.sequence import Sequence
 from tandem.protocol.config import TierConfig
 from tandem.protocol.digest import EVERYONE
@@ -52,14 +52,14 @@ async def test_each_prompt_that_is_computed_again_is_counted(tiny_model: Path) -
 
 
 async def test_each_internal_error_of_a_worker_is_counted(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Sampler._plan
+    original = sampler.plan_of
 
-    def fail(sampler: Sampler, sequence: Sequence, *args: Any) -> Any:
+    def fail(sequence: Sequence) -> Any:
         if sequence.request_id in ("r1", "r3"):
             raise ZeroDivisionError
-        return original(sampler, sequence, *args)
+        return original(sequence)
 
-    monkeypatch.setattr(Sampler, "_plan", fail)
+    monkeypatch.setattr(sampler, "plan_of", fail)
     async with running_cluster(tiny_model, {"c": Role.COLOCATED}) as cluster:
         count = lambda: of_worker(cluster, "errors_total", "colocated", "c")  # noqa: E731
         for expected in (1, 1, 2):

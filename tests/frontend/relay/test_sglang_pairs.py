@@ -219,7 +219,7 @@ sglang:realtime_tokens_total{dp_rank="0",mode="decode"} 40.0
 sglang:realtime_tokens_total{dp_rank="0",mode="prefill_compute"} 100.0
 """
     assert parse_cache_size(text, 0) == CacheSize(16, 512)
-    load, work = parse_report(text)
-    assert load is not None
-    assert work is not None
-    assert (load.is_busy, work.num_tokens) == (True, 140.0)
+    report = parse_report(text)
+    assert report.load is not None
+    assert report.work is not None
+    assert (report.load.is_busy, report.work.num_tokens) == (True, 140.0)
