@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from benchmarks.common import HERE, beside, end_whole
 
 _BUSY_S = 0.005
-_COMPILE = ("g++", "-std=c++17", "-O2", "-c", "-o", "/dev/null", "engine/cpu/paged_attention.cpp")
+_COMPILE = ("g++", "-std=c++17", "-O2", "-w", "-c", "-o", "/dev/null", "engine/cpu/paged_attention.cpp")
 
 
 @contextlib.contextmanager
