@@ -98,10 +98,10 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, flo
     for concurrency in settings.concurrency:
         # Warm up at this concurrency: kernels and memory for this batch size.
         await load(server, settings, concurrency, max(_WARMUP_REQUESTS, concurrency), seed=2 * concurrency + 1)
-        loads |= await decode_speed(server, settings, concurrency)
+        loads |= await decode_speed(server, settings, concurrency, seed=2 * concurrency)
         if settings.beside:
             with BESIDE[settings.beside]():
-                beside = await decode_speed(server, settings, concurrency)
+                beside = await decode_speed(server, settings, concurrency, seed=2 * concurrency + 1001)
             loads |= {f"{settings.beside}, {name}": figure for name, figure in beside.items()}
     if settings.beside:
         return loads
@@ -112,10 +112,12 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, flo
     return {"ready s": server.start_s, **speeds, **loads}
 
 
-async def decode_speed(server: Server, settings: argparse.Namespace, concurrency: int) -> dict[str, float]:
+async def decode_speed(
+    server: Server, settings: argparse.Namespace, concurrency: int, *, seed: int
+) -> dict[str, float]:
     """Output tokens/s of so many streams, and what a reader sees of them."""
     num_requests = max(8, settings.requests_per_client * concurrency)
-    found = await load(server, settings, concurrency, num_requests, seed=2 * concurrency)
+    found = await load(server, settings, concurrency, num_requests, seed=seed)
     latencies = in_ms(f"{concurrency}: TTFT", found.ttft_s, "p50")
     latencies |= in_ms(f"{concurrency}: ITL", found.itl_s, *(("p50", "p99") if settings.beside else ("p50",)))
     return {f"{concurrency}: tok/s": found.output_tokens_per_s} | latencies
