@@ -22,9 +22,8 @@ from tandem.engine.attention.interface import PagedStep, current_step
 from tandem.engine.cpu.library import check, load_kernels
 from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.kv_geometry import FORWARD_ERRORS
-from tandem.engine.parts import GatedMlp, LayerStack, MergedLinear, RmsNorm, forward_of
+from tandem.engine.parts import GatedMlp, LayerStack, MergedLinear, RmsNorm, forward_of, has_standard_parts
 
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _ATTENTION_PARTS = {*_PROJECTIONS, "o_proj"}
 _PROBE_TOKENS = 5
@@ -328,7 +327,7 @@ def _hidden_states(model: nn.Module, context: StepContext) -> Tensor | None:
 
 def _parts_of(layer: nn.Module) -> _Parts | None:
     """The parts, if the layer has those of the standard form and no others."""
-    if set(dict(layer.named_children())) != _PARTS or next(layer.parameters(recurse=False), None) is not None:
+    if not has_standard_parts(layer):
         return None
     attention: Any = layer.self_attn
     mlp = forward_of(layer.mlp, GatedMlp)

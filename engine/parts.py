@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+_STANDARD_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
 class Product(Protocol):
@@ -103,6 +106,26 @@ class LayerStack(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.layers[0], name)
+
+
+def has_standard_parts(layer: nn.Module) -> bool:
+    """Whether a decoder layer has the parts of the standard form (see `native_layers.py`), and no others."""
+    children = {name for name, _ in layer.named_children()}
+    return children == _STANDARD_PARTS and next(layer.parameters(recurse=False), None) is None
+
+
+@contextmanager
+def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module compute this meanwhile."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 def forward_of(part: Any, kind: type[Any]) -> Any:

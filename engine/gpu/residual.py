@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engine.gpu.ops import add_rms_norm
-from tandem.engine.parts import LayerStack, RmsNorm, forward_of
+from tandem.engine.parts import LayerStack, RmsNorm, forward_of, has_standard_parts, with_forward
 from tandem.engine.replacement import PROBE_ERRORS, agrees, random_like
 
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROBE_TOKENS = 3
 
 
@@ -77,7 +76,7 @@ def fuse_residuals(model: nn.Module) -> None:
 
 def _proven(layer: Any) -> _FusedLayer | None:
     """The layer, if its own code gives what the fused code gives."""
-    if set(dict(layer.named_children())) != _PARTS or next(layer.parameters(recurse=False), None) is not None:
+    if not has_standard_parts(layer):
         return None
     first, second = (forward_of(norm, RmsNorm) for norm in (layer.input_layernorm, layer.post_attention_layernorm))
     if first is None or second is None or first.weight.dtype is not second.weight.dtype:
@@ -107,21 +106,8 @@ def _without_attention(layer: Any) -> Iterator[list[dict[str, Any]]]:
         calls.append(options)
         return hidden_states.roll(1, -1) * 0.5, None
 
-    with _with_forward(layer.self_attn, attend):
+    with with_forward(layer.self_attn, attend):
         yield calls
-
-
-@contextmanager
-def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
 
 
 def _stack_layers(model: Any) -> None:
@@ -152,7 +138,7 @@ def _follow_each_other(model: Any, layers: nn.ModuleList) -> bool:
     ids = torch.arange(_PROBE_TOKENS, device=next(model.parameters()).device).unsqueeze(0)
     with ExitStack() as patches:
         for layer in layers:
-            patches.enter_context(_with_forward(layer, note))
+            patches.enter_context(with_forward(layer, note))
         try:
             model(input_ids=ids, position_ids=ids, use_cache=False)
         except PROBE_ERRORS:

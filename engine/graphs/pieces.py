@@ -9,8 +9,7 @@ Rows that only fill the number of tokens take no part in attention, whose output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from tandem.engine.attention.interface import AttentionBackend, current_step
 from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable
 from tandem.engine.graphs.step_graph import StepGraph, StepGraphs, fill
 from tandem.engine.model_runner import DeviceBatch, ModelRunner, PackedBatch
+from tandem.engine.parts import with_forward
 
 _MOST_TOKENS = 512  # larger steps take a GPU longer than their launches take the host
 
@@ -103,7 +103,7 @@ class PiecewiseGraph(StepGraph):
 
         assert self.batch.logit_rows is not None
         one_row = self.batch._replace(logit_rows=self.batch.logit_rows[:1])
-        with _forward(self._body, record_body):
+        with with_forward(self._body, record_body):
             self.runner.compute(one_row, backend=_Attentions(self.runner.backend, cut))
         if not self._pieces:
             raise NotRecordable("its head does not call its base model")
@@ -125,7 +125,7 @@ class PiecewiseGraph(StepGraph):
 
     @override
     def replay(self, loaded: DeviceBatch, between_layers: Callable[[], None]) -> Tensor | None:
-        with _forward(self._body, self._replay_body):
+        with with_forward(self._body, self._replay_body):
             return self.runner.compute(loaded, between_layers)
 
     def _replay_body(self, *_: Any, **__: Any) -> Any:
@@ -161,17 +161,3 @@ class PiecewiseGraphs(StepGraphs[PiecewiseGraph]):
     def takes(self, batch: PackedBatch) -> bool:
         """All steps: their sequences are not recorded."""
         return True
-
-
-@contextmanager
-def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module compute this meanwhile."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
