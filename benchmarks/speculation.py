@@ -24,13 +24,12 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,14 +38,12 @@ from benchmarks.common import (
     Server,
     arguments,
     console,
-    free_port,
-    launched,
     print_rows,
     ratio,
     verdict,
     write_result,
 )
-from tandem.cluster.model_store import resolve_model, served_name
+from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
 from tandem.loadtest.client import run_measured
@@ -79,7 +76,7 @@ _QUESTIONS = (
     "Compare electric cars and petrol cars for someone who drives little.",
     "Write a friendly message to my neighbours about a party on Saturday.",
 )
-_NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _AIMS = {"code edit": 1.6, "summary with quotes": 1.6, "JSON by grammar": 1.6, "chat": 0.99}
 
 
@@ -223,7 +220,9 @@ def run(engine: Engine, sequences: Collection[Sequence]) -> Run:
 async def measure_vllm(tokenizer: Tokenizer, settings: argparse.Namespace, counts: list[_Kind]) -> list[dict[str, Any]]:
     """The same rounds by two servers of vLLM, in turn, for each kind and number of streams."""
     with contextlib.ExitStack() as stack:
-        servers = {name: stack.enter_context(_vllm(settings, name)) for name in ("off", "ngram")}
+        drafts = {"off": (), "ngram": ("--speculative-config", json.dumps(_NGRAM))}
+        starting = {name: vllm.colocated(settings, *flags, name=f"vLLM {name}") for name, flags in drafts.items()}
+        servers = {name: stack.enter_context(server) for name, server in starting.items()}
         return [await _measure_vllm(servers, tokenizer, settings, kind) for kind in counts]
 
 
@@ -259,17 +258,6 @@ async def _speed(server: Server, tokenizer: Tokenizer, tasks: list[Task], max_to
     events = [event for timing in timings for event in zip(timing.event_times_s, timing.event_tokens, strict=True)]
     num_tokens = sum(count for at_s, count in events if at_s > began_s)
     return num_tokens / (max(at_s for at_s, _ in events) - began_s)
-
-
-@contextlib.contextmanager
-def _vllm(settings: argparse.Namespace, drafts: str) -> Iterator[Server]:
-    """A server of vLLM on all cores, with these drafts or `off`."""
-    port, cores = free_port(), sorted(os.sched_getaffinity(0))
-    command, url = vllm.vllm_command(settings, port), f"http://127.0.0.1:{port}"
-    if drafts != "off":
-        command += ["--speculative-config", json.dumps({"method": drafts, **_NGRAM})]
-    with launched(command, ready=f"{url}/health", env=vllm.vllm_environment(cores)) as running:
-        yield Server(f"vLLM {drafts}", url, served_name(settings.model), running.start_s)
 
 
 def _tasks(settings: argparse.Namespace, tokenizer: Tokenizer, kind: _Kind, number: int) -> list[Task]:

@@ -38,17 +38,17 @@ def others(settings: argparse.Namespace) -> list[contextlib.AbstractContextManag
     if not settings.vllm_python:
         return []
     has_pair = getattr(settings, "setups", [ONE_PAIR.name]) != [COLOCATED.name]
-    return [_colocated(settings), _one_pair(settings)] if has_pair else [_colocated(settings)]
+    return [colocated(settings), _one_pair(settings)] if has_pair else [colocated(settings)]
 
 
 @contextlib.contextmanager
-def _colocated(settings: argparse.Namespace) -> Iterator[Server]:
+def colocated(settings: argparse.Namespace, *flags: str, name: str = "vLLM colocated") -> Iterator[Server]:
     """One vLLM server on all cores."""
     port = free_port()
-    command, env = vllm_command(settings, port), vllm_environment(_cores())
+    command, env = [*vllm_command(settings, port), *flags], vllm_environment(_cores())
     url = f"http://127.0.0.1:{port}"
     with launched(command, ready=f"{url}/health", env=env) as running:
-        yield Server("vLLM colocated", url, served_name(settings.model), running.start_s)
+        yield Server(name, url, served_name(settings.model), running.start_s)
 
 
 @contextlib.contextmanager

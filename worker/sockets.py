@@ -33,6 +33,7 @@ from tandem.protocol.messages import (
 from tandem.runtime.curve import KeyAuthenticator, KeyPair, bind, connect_to_worker, listening_socket
 from tandem.runtime.dropped import DroppedMessages, DropReason
 from tandem.runtime.ports import bracketed
+from tandem.runtime.waker import Waker
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +84,10 @@ class WorkerSockets:
         self._router = listening_socket(context, SocketType.ROUTER, keys, max_queued=_SEND_QUEUE_MESSAGES)
         self.endpoint = bind(self._router, endpoint)
         self._peer_sockets: dict[WorkerEpoch, _PeerSockets] = {}
-        self._wake = context.socket(SocketType.PULL)
-        self._wake.bind(f"inproc://wake-{id(self)}")
-        self._wake_lock = threading.Lock()
-        self._waker = context.socket(SocketType.PUSH)
-        self._waker.connect(f"inproc://wake-{id(self)}")
+        self._waker = Waker()
         self._poller = zmq.Poller()
-        for socket in (self._router, self._wake):
-            self._poller.register(socket, PollEvent.POLLIN)
+        for readable in (self._router, self._waker):
+            self._poller.register(readable, PollEvent.POLLIN)
 
     def watch(self, waker: Any) -> None:
         """End `receive` early whenever this socket or file is readable."""
@@ -98,13 +95,7 @@ class WorkerSockets:
 
     def wake(self) -> None:
         """End the present or the next `receive` early. This is the only method that other threads may call."""
-        with self._wake_lock:
-            if self._waker.closed:
-                return
-            try:
-                self._waker.send(b"", zmq.NOBLOCK)
-            except Again:
-                pass  # an earlier wake has not been read yet
+        self._waker.set()
 
     def receive(self, timeout_ms: int) -> list[tuple[bytes, Message]]:
         """The messages that are here as (identity, message), after waiting up to `timeout_ms` for a first one.
@@ -113,9 +104,8 @@ class WorkerSockets:
         """
         messages: list[tuple[bytes, Message]] = []
         ready = dict(self._poller.poll(timeout_ms))
-        if self._wake in ready:
-            for _ in _frames_of(self._wake):
-                pass
+        if self._waker.fileno() in ready:
+            self._waker.clear()
         for sockets in list(self._peer_sockets.values()):
             if sockets.heartbeats in ready:
                 for frames in _frames_of(sockets.heartbeats):
@@ -169,13 +159,11 @@ class WorkerSockets:
 
     def close(self) -> None:
         """Close all sockets; unsent messages get a moment to leave."""
-        with self._wake_lock:
-            self._waker.close()
         for sockets in self._peer_sockets.values():
             sockets.messages.close()
             sockets.heartbeats.close()
         self._peer_sockets.clear()
-        self._wake.close()
+        self._waker.close()
         self._router.close(linger=200)
 
     def _open(self, peer: PeerAddress) -> _PeerSockets | None:

@@ -35,8 +35,8 @@ from tandem.kv_transfer.transport.pair import PairChannel
 from tandem.kv_transfer.transport.pair_link import IncomingLink, LinkAdmission, LinkHello, OutgoingLink, PairLink
 from tandem.kv_transfer.transport.shards import num_pieces, shards_of
 from tandem.kv_transfer.transport.stream import MessageStream, connect, listen
-from tandem.kv_transfer.transport.waker import Waker
 from tandem.protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
+from tandem.runtime.waker import Waker
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from tandem.kv_transfer.transport.base import (
     pool_shape,
 )
 from tandem.kv_transfer.transport.shards import byte_pieces, num_pieces, piece_ids, shards_of
-from tandem.kv_transfer.transport.waker import Waker
 from tandem.protocol.errors import PeerLost
+from tandem.runtime.waker import Waker
 
 
 @dataclass(eq=False, slots=True)

@@ -4,7 +4,7 @@ import os
 import select
 import threading
 
-from tandem.kv_transfer.transport.waker import Waker
+from tandem.runtime.waker import Waker
 
 
 def is_readable(waker: Waker) -> bool:
