@@ -9,7 +9,7 @@ random probe.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from tandem.engine.replacement import (
     random_like,
     replace_parts,
 )
+
+_Apply: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def replace_products(model: nn.Module, kernels: Kernels, make: MakeProduct, make_small: MakeProduct) -> None:
@@ -84,9 +86,7 @@ def _replace_experts(module: nn.Module, make: MakeProduct) -> None:
     if gate_up is None or down is None or apply_gate is None:
         return
     linears = [(_as_linear(up), _as_linear(low)) for up, low in zip(gate_up, down, strict=True)]
-    experts: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
-        *linears
-    ]  # ours once they are known to fit
+    experts: list[tuple[_Apply, _Apply]] = [*linears]  # ours once they are known to fit
 
     def forward(x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """x [T, D], chosen [T, k] of the experts, shares [T, k] -> [T, D]"""

@@ -82,7 +82,6 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_scored = max_num_scored
-        self.num_preemptions = 0
         self.preemptions_by_reason: Counter[str] = Counter()
         self.latest_preemptions: deque[Preemption] = deque(maxlen=MAX_ACTIONS)
         self._listeners: list[SchedulerListener] = []
@@ -193,6 +192,11 @@ class Scheduler:
             self._lacked_room = any(not sequence.blocks for sequence in self.waiting)
         return chunks
 
+    @property
+    def num_preemptions(self) -> int:
+        """Since the start, for all reasons."""
+        return self.preemptions_by_reason.total()
+
     def preempt(self, sequence: Sequence, reason: str = "no free block") -> None:
         """Take a sequence's blocks back and let it wait."""
         num_blocks, num_tokens = len(sequence.blocks), sequence.num_computed_tokens
@@ -201,7 +205,6 @@ class Scheduler:
             Preemption(request_id=sequence.request_id, reason=reason, num_blocks=num_blocks, num_tokens=num_tokens)
         )
         self.blocks.take_back(sequence)
-        self.num_preemptions += 1
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             sequence.status = SequenceStatus.WAITING

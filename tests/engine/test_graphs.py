@@ -25,7 +25,7 @@ from tandem.protocol.config import EngineConfig
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import add, generate, make_prompt, make_sampling, output
 from tests.support.architectures import SERVED, save_model
-from tests.support.recorded_graph import HostGraphRecorder, LateOperations, patch_kernels
+from tests.support.recorded_graph import HostGraphRecorder, launched_ahead, patch_kernels
 
 
 @pytest.fixture
@@ -139,10 +139,7 @@ def test_steps_that_are_launched_ahead_do_not_disturb_each_other(
         for step, num_rows in enumerate((3, 4, 1, 3))
     ]
     expected = [plain.runner.run(step) for step in steps]
-    late = LateOperations(buffers_of(graphed), monkeypatch)
-    with late:
-        logits = [graphed.runner.run(step) for step in steps]
-    late.flush()
+    logits = launched_ahead(graphed.runner, steps, buffers_of(graphed), monkeypatch)
     for before, after in zip(expected, logits, strict=True):
         assert before is not None
         assert after is not None

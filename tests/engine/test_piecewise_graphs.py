@@ -30,7 +30,7 @@ from tests.engine.test_engine import add, drain, generate, make_prompt, make_sam
 from tests.engine.test_forced_runs import answers
 from tests.engine.test_structured_output import make_engine
 from tests.support.late_device import LateDevice
-from tests.support.recorded_graph import HostGraphRecorder, LateOperations, note_and_run, patch_kernels, patch_triton
+from tests.support.recorded_graph import HostGraphRecorder, launched_ahead, note_and_run, patch_kernels, patch_triton
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's kernels are compiled here")
 NUM_BLOCKS = 60  # of 16 tokens; the last one is the scratch block
@@ -203,10 +203,7 @@ def test_steps_launched_ahead_do_not_disturb_each_other(
     graphed.runner.backend = TritonAttention(512)
     steps = [mixed(16), mixed(9), [chunk(40, 0, 11)], [chunk(0, 31, 1), chunk(40, 11, 1)], mixed(12)]
     expected = [plain.runner.run(step) for step in steps]
-    late = LateOperations([graphed.runner.pool, *buffers_of(graphed)], monkeypatch)
-    with late:
-        logits = [graphed.runner.run(step) for step in steps]
-    late.flush()
+    logits = launched_ahead(graphed.runner, steps, [graphed.runner.pool, *buffers_of(graphed)], monkeypatch)
     for before, after in zip(expected, logits, strict=True):
         assert before is not None
         assert after is not None

@@ -22,6 +22,8 @@ from typing_extensions import override
 from tandem.engine.cpu import matmul
 from tandem.engine.cpu.library import load_kernels
 from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.sequence import ScheduledChunk
 from tests.support.host_reads import host_read
 
 GARBAGE = 12345.0
@@ -117,6 +119,20 @@ class LateOperations(TorchDispatchMode):
         """Do all that was launched."""
         for call in self._launched:
             call()
+
+
+def launched_ahead(
+    runner: ModelRunner,
+    steps: Iterable[list[ScheduledChunk]],
+    buffers: Iterable[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[Tensor | None]:
+    """The logits of steps that are all launched before the device begins with the first; read at the end."""
+    late = LateOperations(buffers, monkeypatch)
+    with late:
+        logits = [runner.run(step) for step in steps]
+    late.flush()
+    return logits
 
 
 class HostGraphRecorder(GraphRecorder):
