@@ -115,7 +115,7 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, flo
 async def decode_speed(
     server: Server, settings: argparse.Namespace, concurrency: int, *, seed: int
 ) -> dict[str, float]:
-    """Output tokens/s of so many streams, and what a reader sees of them."""
+    """Output tokens/s of a closed loop at this concurrency, with its TTFT and ITL."""
     num_requests = max(8, settings.requests_per_client * concurrency)
     found = await load(server, settings, concurrency, num_requests, seed=seed)
     latencies = in_ms(f"{concurrency}: TTFT", found.ttft_s, "p50")

@@ -16,7 +16,7 @@ _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
 _WORD = 0xFFFFFFFF
-_FEW = 16  # up to so many rows, ints take less time than numpy's calls
+_FEW = 16  # for up to 16 rows, ints take less time than numpy's calls
 
 Words = TypeVar("Words", int, np.ndarray[Any, Any], Tensor)
 
@@ -39,16 +39,21 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
 
 def uniform_draw(seed: int, position: int) -> float:
     """A number in [0, 1) for the output token at `position`, the same in every process: 53 random bits."""
-    high, low, *_ = philox((position & _WORD, (position >> 32) & _WORD, 0, 0), (seed & _WORD, (seed >> 32) & _WORD))
-    return ((high >> 5 << 26) + (low >> 6)) / (1 << 53)
+    return _uniform(seed, position)  # type: ignore[no-any-return]
 
 
 def uniform_draws(seeds: Sequence[int], positions: Sequence[int]) -> list[float]:
     """`uniform_draw` of several rows."""
     if len(seeds) <= _FEW:
         return list(map(uniform_draw, seeds, positions))
-    places, keys = np.array(positions, dtype=np.int64), np.array(seeds, dtype=np.uint64).view(np.int64)
-    zeros = np.zeros_like(places)
-    high, low, *_ = philox((places & _WORD, places >> 32, zeros, zeros), (keys & _WORD, keys >> 32 & _WORD))
-    draws: list[float] = (((high >> 5 << 26) + (low >> 6)) / (1 << 53)).tolist()
+    draws: list[float] = _uniform(
+        np.array(seeds, dtype=np.uint64).view(np.int64), np.array(positions, dtype=np.int64)
+    ).tolist()
     return draws
+
+
+def _uniform(seed: Words, position: Words) -> Any:
+    """Of one row as ints, or of several as int64 arrays."""
+    zero = 0 * position
+    high, low, *_ = philox((position & _WORD, position >> 32 & _WORD, zero, zero), (seed & _WORD, seed >> 32 & _WORD))
+    return ((high >> 5 << 26) + (low >> 6)) / (1 << 53)
