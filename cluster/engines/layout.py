@@ -98,6 +98,7 @@ def engine_servers(config: ClusterConfig, model: str) -> list[tuple[EngineServer
                 stall_timeout_s=_STALL_FACTOR * config.router.worker_stall_timeout_s,
                 host_cache_bytes=round(tiers.host_cache_gb * 1e9) // ranks.num_caches,
                 disk_cache_path=tiers.disk_cache_path,
+                disk_cache_bytes=round(tiers.disk_cache_gb * 1e9),
                 api_key=api_key,
             ),
             role,

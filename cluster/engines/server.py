@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tandem.protocol.config import TierConfig
 from tandem.protocol.config.managed import EngineKindName
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
@@ -77,6 +78,7 @@ class EngineServer:
     stall_timeout_s: float = 300.0
     host_cache_bytes: int = 0  # of host memory, for each rank that has a cache, for KV that its pool evicts
     disk_cache_path: str = ""  # folder for KV that host memory evicts
+    disk_cache_bytes: int = 0  # that the folder may hold, where the engine can be told so
     api_key: str = field(default="", repr=False)
 
 
@@ -111,6 +113,15 @@ def check_arguments(kind: str, arguments: Sequence[str], ours: Mapping[str, str]
             is_glued = len(name) == len("-x") and base.startswith(name)
             if base == name or is_short or is_glued:
                 raise ConfigError(f"engine_args: {flag} is set by Tandem for each {kind} server; {remedy}")
+
+
+def check_host_and_disk(kind: str, tiers: TierConfig) -> None:
+    """Raise `ConfigError` for a disk without host memory above it. `kind` is the server's, with its article."""
+    if tiers.disk_cache_path and not tiers.host_cache_gb:
+        raise ConfigError(
+            f"disk_cache_path={tiers.disk_cache_path!r}: KV of {kind} server goes to its disk through host memory; "
+            "give host_cache_gb too"
+        )
 
 
 def number_of(arguments: Sequence[str], *names: str) -> int:

@@ -7,6 +7,7 @@ are based on the source of 0.5.23.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from tandem.cluster.engines.server import (
     Parallelism,
     Sockets,
     check_arguments,
+    check_host_and_disk,
     flags_of,
     number_of,
 )
@@ -78,13 +80,14 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def check_tiers(tiers: TierConfig, *, has_gpus: bool) -> None:
-    """Raise `ConfigError`: Tandem does not set SGLang's tiers."""
-    for name in ("host_cache_gb", "disk_cache_path"):
-        if value := getattr(tiers, name):
-            raise ConfigError(
-                f"{name}={value!r} is for Tandem's own workers and vLLM servers: for SGLang give its HiCache flags, "
-                "such as --enable-hierarchical-cache, in engine_args"
-            )
+    """Raise `ConfigError` for tiers that SGLang 0.5.23 does not have."""
+    check_host_and_disk("an SGLang", tiers)
+    if tiers.host_cache_gb and not has_gpus:
+        raise ConfigError(
+            f"host_cache_gb={tiers.host_cache_gb:g}: SGLang's HiCache keeps KV of GPUs only, and its servers get none "
+            "here; leave it out, and give the tokens that each server's cache may hold as --max-total-tokens in "
+            "engine_args"
+        )
 
 
 def parallelism(arguments: Sequence[str]) -> Parallelism:
@@ -119,6 +122,9 @@ def command(server: EngineServer, sockets: Sockets) -> list[str]:
         words += ["--disaggregation-mode", _MODES[server.role]]
         words += ["--disaggregation-bootstrap-port", str(sockets.side_channel_port)]
         words += [] if _BACKEND in given else [_BACKEND, "nixl"]
+    if _has_tiers(server):
+        words += ["--enable-hierarchical-cache", "--hicache-size", str(_host_gb_of_a_rank(server))]
+        words += ["--hicache-storage-backend", "file"] if server.disk_cache_path else []
     return [*words, *server.arguments]
 
 
@@ -134,7 +140,12 @@ def config(server: EngineServer) -> str:
 def environment(server: EngineServer, sockets: Sockets) -> dict[str, str]:
     """Variables of the server, on top of those that it inherits."""
     # Otherwise each probe of an idle server generates a token, and is answered after a second at the earliest.
-    return {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    variables = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    if server.disk_cache_path and _has_tiers(server):
+        num_bytes = server.disk_cache_bytes // _num_ranks(server)  # each rank evicts its own files
+        variables["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = os.path.expanduser(server.disk_cache_path)
+        variables["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = str(num_bytes)
+    return variables
 
 
 def first_request(server: EngineServer) -> dict[str, Any]:
@@ -162,6 +173,21 @@ def remedy(reason: str) -> str:
 def defaults(server: EngineServer) -> dict[str, str]:
     """Variables that a user may set otherwise."""
     return {}
+
+
+def _has_tiers(server: EngineServer) -> bool:
+    """A decode server keeps no prefixes: its KV comes from a prefill server, which has the tiers."""
+    return bool(server.host_cache_bytes) and server.role is not Role.DECODE
+
+
+def _host_gb_of_a_rank(server: EngineServer) -> int:
+    """Each rank has a pool of its own in host memory, whose size SGLang takes in whole GB."""
+    num_bytes = server.host_cache_bytes * server.parallelism.num_caches
+    return max(int(num_bytes / 1e9) // _num_ranks(server), 1)
+
+
+def _num_ranks(server: EngineServer) -> int:
+    return max(server.parallelism.num_gpus, 1)
 
 
 def _events(sockets: Sockets) -> dict[str, object]:

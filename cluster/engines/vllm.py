@@ -20,6 +20,7 @@ from tandem.cluster.engines.server import (
     Parallelism,
     Sockets,
     check_arguments,
+    check_host_and_disk,
     flags_of,
     number_of,
 )
@@ -83,11 +84,7 @@ def check(arguments: Sequence[str]) -> None:
 
 def check_tiers(tiers: TierConfig, *, has_gpus: bool) -> None:
     """Raise `ConfigError` for tiers that vLLM 0.32 does not have."""
-    if tiers.disk_cache_path and not tiers.host_cache_gb:
-        raise ConfigError(
-            f"disk_cache_path={tiers.disk_cache_path!r}: KV of a vLLM server goes to its disk through host memory; "
-            "give host_cache_gb too"
-        )
+    check_host_and_disk("a vLLM", tiers)
     if tiers.host_cache_gb and not has_gpus:
         raise ConfigError(
             f"host_cache_gb={tiers.host_cache_gb:g}: vLLM offloads KV of GPUs only, and its servers get none here; "

@@ -34,8 +34,9 @@ _WORK = (
     "sglang:prompt_tokens_total",
     "sglang:generation_tokens_total",
 )
-_TIERS = (HOST_TIER, DISK_TIER)
-_CACHED = "vllm:prompt_tokens_cached_by_source_total"  # "device", "host", "p2p", "disk", ...
+# Prompt tokens by where their KV was. Values of the labels: "device", "host", "p2p", "disk", ...; SGLang's "storage".
+_CACHED = {"vllm:prompt_tokens_cached_by_source_total": "source", "sglang:cached_tokens_total": "cache_source"}
+_TIER_OF = {HOST_TIER: HOST_TIER, DISK_TIER: DISK_TIER, "storage": DISK_TIER}
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(\.dev)?")
 _LOAD_NAMES = (*_RUNNING, *_WAITING, *_USAGE)
 _CACHE_CONFIG = "vllm:cache_config_info"
@@ -120,9 +121,9 @@ def parse_report(text: str, rank: int | None = None) -> EngineReport:
 def parse_loaded_tokens(text: str, rank: int | None = None) -> dict[str, int]:
     """Prompt tokens by the tier that they came from; tiers that gave none are left out."""
     found: Counter[str] = Counter()
-    for sample in _samples(text, (_CACHED,), rank):
-        if sample.labels.get("source") in _TIERS:
-            found[sample.labels["source"]] += _count(sample.value)
+    for sample in _samples(text, tuple(_CACHED), rank):
+        if tier := _TIER_OF.get(sample.labels.get(_CACHED[sample.name], "")):
+            found[tier] += _count(sample.value)
     return dict(+found)
 
 

@@ -6,7 +6,8 @@ differences: the salt is a field of its own, and under speculative decoding a to
 
 Events of vLLM's offloading connector name another medium than the GPU. They never have the salt, and may have no tokens
 (`kv_connector/v1/offloading/events.py` of 0.32), so nothing is computed from them: they say where a hash is, and events
-of the GPU say what it stands for.
+of the GPU say what it stands for. Those of SGLang's host memory are like those of its GPU (`mem_cache/events.py` of
+0.5.23), several pages in one; it announces nothing of its disk.
 
     PUB     [topic, sequence number (8 bytes, big endian), msgpack [timestamp, [event, ...], data parallel rank]]
     ROUTER  asked with [b"", first sequence number]: sends the batches it still has, then sequence number -1
@@ -56,7 +57,9 @@ _FIELDS = {  # of events that are arrays; older versions of vLLM send arrays, ne
 }  # fmt: skip
 
 _POOL_MEDIA = (None, "GPU", "gpu")
-_PLACES = dict.fromkeys(_POOL_MEDIA, POOL_PLACE) | {"CPU": HOST_TIER, "STORAGE": DISK_TIER}
+_SGLANG_HOST = "CPU_PINNED"
+_COMPLETE_MEDIA = (*_POOL_MEDIA, _SGLANG_HOST)  # whose events say all that a block's KV depends on
+_PLACES = dict.fromkeys(_POOL_MEDIA, POOL_PLACE) | {"CPU": HOST_TIER, _SGLANG_HOST: HOST_TIER, "STORAGE": DISK_TIER}
 
 BlockHash = bytes | int
 Last = dict[str, dict[bytes, bool]]  # by place: the digests that events changed, and whether they are held now
@@ -129,7 +132,7 @@ def _is_consistent(event: dict[str, Any]) -> bool:
     """Whether a long event has what it takes to be cut. A chunk in a tier is one thing, whatever its length."""
     size, token_ids = event.get("block_size"), event.get("token_ids")
     return (
-        event.get("medium") in _POOL_MEDIA
+        event.get("medium") in _COMPLETE_MEDIA
         and isinstance(token_ids, list)
         and type(size) is int
         and len(token_ids) == len(event["block_hashes"]) * size
@@ -174,7 +177,7 @@ class BlockTranslator:
         if event["type"] == "BlockRemoved":
             self._remove(place, event["block_hashes"], last)
         elif event["type"] == "BlockStored":
-            store = self._store if place == POOL_PLACE else self._offload
+            store = self._store if event.get("medium") in _COMPLETE_MEDIA else self._offload
             store(event, place, last)
 
     def _clear(self, last: Last) -> None:

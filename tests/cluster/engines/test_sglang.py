@@ -17,6 +17,7 @@ from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted
 from tandem.cluster.engines.dialect import dialect_of
 from tandem.cluster.engines.role_switch import RoleIsLost, switch_role
 from tandem.cluster.engines.server import Parallelism, Sockets
+from tandem.protocol.config import TierConfig
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import Role
 from tandem.router.engines.config import spec_from
@@ -96,6 +97,48 @@ def test_what_the_user_gave_is_given_once() -> None:
     words = sglang.command(replace(SERVER, arguments=("--page_size=64", *SWITCHABLE)), SOCKETS)
     assert "--page-size" not in words
     assert words.count("--disaggregation-transfer-backend") == 1
+
+
+def test_hicache_keeps_what_the_pool_evicts_where_prefixes_are_kept() -> None:
+    tiers = {"host_cache_bytes": 64 * 10**9, "disk_cache_path": "~/kv", "disk_cache_bytes": 10**12}
+    for role in (Role.PREFILL, Role.COLOCATED):
+        words = sglang.command(server := replace(SERVER, role=role, **tiers), SOCKETS)
+        assert words[words.index("--enable-hierarchical-cache") :][:5] == [
+            *("--enable-hierarchical-cache", "--hicache-size", "64", "--hicache-storage-backend", "file")
+        ]
+        variables = sglang.environment(server, SOCKETS)
+        assert variables["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(Path.home() / "kv")
+        assert variables["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] == str(10**12)
+    decode = replace(SERVER, role=Role.DECODE, **tiers)
+    assert "--enable-hierarchical-cache" not in sglang.command(decode, SOCKETS)
+    assert not any("HICACHE" in name for name in sglang.environment(decode, SOCKETS))
+    assert "--hicache-storage-backend" not in options(host_cache_bytes=10**9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gb", "size"),
+    [
+        (Parallelism(4), 64, "16"),
+        (Parallelism(2, 1, 2), 32, "16"),
+        (Parallelism(8, 1, 1, 4), 16, "8"),
+        (Parallelism(4), 2, "1"),
+    ],
+)
+def test_each_rank_has_its_part_of_host_memory(ranks: Parallelism, gb: int, size: str) -> None:
+    assert options(parallelism=ranks, host_cache_bytes=gb * 10**9)["--hicache-size"] == size
+
+
+@pytest.mark.parametrize(
+    ("tiers", "has_gpus", "error"),
+    [
+        (TierConfig(disk_cache_path="/ssd"), True, "disk_cache_path='/ssd'.*an SGLang server.*give host_cache_gb too"),
+        (TierConfig(host_cache_gb=64.0), False, "host_cache_gb=64: SGLang's HiCache keeps KV of GPUs only"),
+    ],
+)
+def test_tiers_that_sglang_does_not_have_are_refused(tiers: TierConfig, has_gpus: bool, error: str) -> None:
+    sglang.check_tiers(TierConfig(host_cache_gb=64.0, disk_cache_path="/ssd"), has_gpus=True)
+    with pytest.raises(ConfigError, match=error):
+        sglang.check_tiers(tiers, has_gpus=has_gpus)
 
 
 def test_the_key_is_in_a_file_and_not_on_the_command_line() -> None:

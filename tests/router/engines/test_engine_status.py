@@ -154,6 +154,14 @@ def test_not_all_models_are_named_in_an_error() -> None:
         served_model(catalog, "other")
 
 
+def test_sglang_names_its_tiers_otherwise() -> None:
+    name = "sglang:cached_tokens_total"
+    rows = [("0", "device", 900), ("0", "host", 64), ("1", "host", 8), ("1", "storage", 16), ("1", "total", 3)]
+    text = "".join(f'{name}{{dp_rank="{rank}",cache_source="{source}"}} {count}.0\n' for rank, source, count in rows)
+    assert parse_report(text).loaded_tokens == {"host": 72, "disk": 16}
+    assert parse_report(text, 0).loaded_tokens == {"host": 64}
+
+
 def test_tokens_that_came_from_tiers_are_read_by_rank() -> None:
     name = "vllm:prompt_tokens_cached_by_source_total"
     rows = [

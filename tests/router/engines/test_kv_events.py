@@ -247,6 +247,29 @@ def test_a_long_chunk_is_not_cut_into_pieces_of_which_one_would_count() -> None:
     assert [change.places for change in gone] == [{}, {}]
 
 
+def test_pages_in_sglangs_host_memory_count_one_by_one_and_say_all_that_they_are() -> None:
+    """Recorded from `KVCacheEventRecorder` of 0.5.23: neighbours are one event, and the salt is a field."""
+    mirror = Mirror()
+    host, salted = {"medium": "CPU_PINNED"}, {"cache_salt": "tenant"}
+    assert mirror.apply(stored(0, 4), stored(0, 4, **host)) == (4, 4, 0)
+    assert mirror.apply(removed(3, 2, 1, 0)) == (0, 4, 0)
+    assert mirror.apply(stored(0, 2)) == (2, 4, 0)  # loaded back
+    assert mirror.apply(removed(1, 0), removed(3, 2, 1, 0) | host) == (0, 0, 0)
+    assert mirror.translator.digests == {}
+
+    # A router that begins later hears of host memory alone.
+    assert mirror.apply(stored(0, 2, **host, **salted), stored(2, 2, **host, **salted)) == (0, 4, 0)
+    assert mirror.places[HOST_TIER] == set(block_digests(root_digest(NAMESPACE, cache_salt="tenant"), IDS, 16))
+    assert mirror.apply(stored(9, 1, **host), stored(0, 2, medium="EXTERNAL")) == (0, 4, 0)
+
+
+def test_many_pages_of_sglangs_host_memory_in_one_event_are_taken_in_pieces() -> None:
+    translator = make_translator()
+    for piece in pieces_of(long_event(PIECE_BLOCKS + 1) | {"medium": "CPU_PINNED"}):
+        translator.apply([piece])
+    assert len(translator.held[HOST_TIER]) == PIECE_BLOCKS + 1
+
+
 def test_a_cleared_cache_leaves_nothing_in_any_place() -> None:
     mirror = Mirror()
     assert mirror.apply(stored(0, 4), offloaded(0), offloaded(1, medium="STORAGE")) == (4, 1, 1)
