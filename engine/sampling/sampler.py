@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tandem.engine.device import to_device, to_host
 from tandem.engine.number_tokens import TokenMask
-from tandem.engine.sampling.distribution import adjust, choose
+from tandem.engine.sampling.distribution import adjust, choose, most_likely
 from tandem.engine.sampling.draw import uniform_draws
 from tandem.engine.sampling.logprobs import MIN_LOGPROB, RowLogprobs, slabs
 from tandem.engine.sampling.prompt_scoring import LaunchedScores, split_logits
@@ -127,7 +127,7 @@ class LaunchedSample:
             row: plan for row, plan in enumerate(plans) if isinstance(plan, Exception)
         }
         has_greedy = None in plans
-        self.token_ids = logits.argmax(dim=-1) if has_greedy else logits.new_zeros(len(plans), dtype=torch.int64)
+        self.token_ids = most_likely(logits) if has_greedy else logits.new_zeros(len(plans), dtype=torch.int64)
         self._greedy = to_host(self.token_ids) if has_greedy else None
         self._num_rows = len(plans)
         self._slabs: list[_Slab] = []

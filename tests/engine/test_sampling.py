@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.sampling.distribution import choose, top_values
+from tandem.engine.sampling.distribution import choose, most_likely, top_values
 from tandem.engine.sampling.draw import philox, uniform_draw, uniform_draws
 from tandem.engine.sampling.row_plan import NO_EDITS, plan_row
 from tandem.engine.sampling.sampler import SampledToken, Sampler
@@ -188,6 +188,18 @@ def test_extreme_temperatures_and_draws_give_a_possible_token(temperature: float
     assert token not in (7, None)
     if temperature <= 1e-3:
         assert token == int(logits.argmax())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_most_likely_is_that_of_torch(dtype: torch.dtype, seed: int) -> None:
+    """With few different values, so that many are equal; both zeros, infinite ones and nan of either sign among them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.tensor([-math.nan, -math.inf, -1.5, -0.0, 0.0, 1.5, math.inf, math.nan])[: seed % 8 + 1]
+    logits = values[torch.randint(len(values), (9, 50), generator=generator)].to(dtype)
+    assert most_likely(logits).tolist() == logits.argmax(dim=-1).tolist()
+    assert most_likely(logits[:, 3:40:2]).tolist() == logits[:, 3:40:2].argmax(dim=-1).tolist()
+    assert most_likely(logits[:0]).shape == (0,)
 
 
 def test_greedy_takes_the_first_of_equal_logits() -> None:
