@@ -22,6 +22,7 @@ from tandem.protocol.config import (
     TransferConfig,
 )
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.plugins import KV_TRANSPORTS
 from tandem.protocol.settings import changed_settings, from_values, settings_of
 from tandem.runtime.status_console import StatusConsole
 from tandem.runtime.tracing.setup import check_tracing
@@ -62,6 +63,7 @@ def serve(values: Values) -> int:
     """
     config, files = build_config(values), from_values(RouterFiles, values)
     settings = changed_settings(config)  # before the machine fills in the others
+    KV_TRANSPORTS.check(config.transfer.transport, f"transport={config.transfer.transport!r}")
     check_tiers(config.tiers, is_local=not config.ray_address)
     check_machine(config)
     if config.managed.is_managed:

@@ -77,7 +77,8 @@ def _check_memory(config: ClusterConfig, folder: Path) -> None:
     num_workers, num_ranks = _num_processes(config)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if is_on_cpu else 0
     pool = config.engine.pool_bytes if is_on_cpu else 0
-    host = round(config.tiers.host_cache_gb * 1e9)
+    tiers = [spec for spec in config.tiers.specs if spec.scheme in ("host", "numa")]  # a device has memory of its own
+    host = round(sum(spec.gb for spec in tiers) * 1e9)
     needed = num_ranks * _PROCESS_BYTES + num_workers * (weights + pool + host)
     total = psutil.virtual_memory().total
     if needed <= total:
@@ -85,7 +86,7 @@ def _check_memory(config: ClusterConfig, folder: Path) -> None:
     takes = [f"{_PROCESS_BYTES / 1e9:g} for each process"]
     takes += [f"{weights / 1e9:.1f} for weights"] if weights else []
     takes += [f"pool_bytes={pool}"] if pool else []
-    takes += [f"host_cache_gb={config.tiers.host_cache_gb:g}"] if host else []
+    takes += [spec.setting for spec in tiers]
     raise ConfigError(
         f"{num_workers} worker(s) need at least {needed / 1e9:.1f} GB of memory ({', '.join(takes)}), and this machine "
         f"has {total / 1e9:.1f} GB; start fewer workers, or let each of them take less"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from tandem.protocol.messages import DISK_TIER
 from tandem.scheduling.miss_ratio import MissRatioCurve
 from tandem.scheduling.workers.workers import RegisteredWorker
 
@@ -111,10 +112,14 @@ class CacheSizing:
 
 
 def tier_owner(tier: str, worker: RegisteredWorker) -> str:
-    """The owner of this worker's tier: the worker, its host, or (empty) all workers."""
-    if tier == "object":
-        return ""
-    return urlsplit(worker.card.address.endpoint).hostname or "" if tier == "disk" else worker.worker_id
+    """What this worker's tier belongs to: the store that several workers share, or the worker itself.
+
+    Engines do not name their stores: the disk of each belongs to its host.
+    """
+    card = worker.card
+    if tier == DISK_TIER and tier not in card.tiers:
+        return urlsplit(card.address.endpoint).hostname or ""
+    return card.tiers.get(tier) or worker.worker_id
 
 
 def _capacities(levels: dict[str, int]) -> list[int]:

@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+
+from tandem.protocol.load_prior import LoadPrior
 
 _MIN_BLOCK_S = 1e-7
-
-
-class LoadPrior(NamedTuple):
-    """The assumed cost of a load until one has been measured."""
-
-    latency_s: float
-    bytes_per_s: float
-
-
-TIER_PRIORS = {
-    "host": LoadPrior(50e-6, 10e9),
-    "disk": LoadPrior(1e-3, 1e9),
-    "object": LoadPrior(50e-3, 200e6),
-}
 
 
 class LoadCost:

@@ -107,7 +107,7 @@ def _connect(config: WorkerConfig, engine: Engine, hub: InProcessHub | None) -> 
     tiers = create_tiers(config.tiers, engine)
     cache = TieredCache(engine, tiers, CostModel().steps(kind), peers=reader, config=config.tiers)
     engine.scheduler.listen(cache)
-    lender = PeerLender(engine, cache.tier("host"), links, config.transfer)
+    lender = PeerLender(engine, cache.memory_tier, links, config.transfer)
     pins = WorkerPins(engine, cache, config.tiers.pin_share)
 
     return WorkerParts(

@@ -70,6 +70,7 @@ class StatusReporter:
             kernels=engine.model.kernels,
             pid=os.getpid(),
             tiers={cached.name: cached.store for cached in parts.cache.tiers},
+            memory_tier=memory.name if (memory := parts.cache.memory_tier) is not None else "",
             max_pinned_blocks=parts.pins.max_blocks,
         )
 

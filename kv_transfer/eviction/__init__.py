@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tandem.kv_transfer.eviction.base import EvictionPolicy
-from tandem.kv_transfer.eviction.hit_density import HitDensity
-from tandem.kv_transfer.eviction.lru import LRU
+from tandem.protocol.plugins import EVICTION_POLICIES
 
-# By `TierConfig.eviction_policy`: makes the policy of a tier with room for this number of keys.
+# Ours by name: each makes the policy of a tier with room for this number of keys.
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
-    "hit-density": HitDensity,
-    "lru": LRU,
+    name: EVICTION_POLICIES.load(name, "") for name in EVICTION_POLICIES.ours
 }

@@ -2,19 +2,27 @@
 
 A store knows blocks of one size by name. Its calls may block, and several I/O threads make them at once. It never
 raises for failures of its medium: a block that cannot be read for any reason is a miss and will be computed again.
+
+`tandem.protocol.plugins.KV_STORES` has the kinds of stores by scheme. Other packages may add their own, whose blocks
+are sealed for them (`foreign.py`); `tandem.testing.store_contract` tests a kind.
 """
 
 from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from tandem.kv_transfer.tiers.key import StoreKey
+from tandem.protocol.config import TierSpec
 from tandem.protocol.digest import DIGEST_BYTES
+from tandem.protocol.load_prior import LoadPrior
 
 Block: TypeAlias = npt.NDArray[np.uint8]  # [block_bytes], contiguous; `Tensor.numpy()` shares a host tensor's memory
 
@@ -36,10 +44,58 @@ class StoreFailure(enum.Enum):
     UNREACHABLE = "unreachable"  # the store itself does not work, so other blocks would fail too
 
 
-class BlockStore(abc.ABC):
-    """Blocks of `block_bytes` bytes by name. Blocks are immutable: one name always means the same bytes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """What a store is opened with."""
 
+    spec: TierSpec
+    block_bytes: int
+    num_blocks: int  # the most that it will hold at a time
+    namespace: bytes  # of the model and what else its KV depends on
+    key: StoreKey | None  # of stores beyond the worker's memory
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all its blocks."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def folder(self) -> str:
+        """A name for the blocks of this namespace, key and codec: those of others must never mix with them."""
+        assert self.key is not None, "a store in memory has no folder"
+        return f"{self.spec.codec}/{self.key.folder_name(self.namespace)}"
+
+    @property
+    def max_listed(self) -> int:
+        """A scan that finds more names than this has no end."""
+        return 4 * self.num_blocks + 100_000
+
+
+class BlockStore(abc.ABC):
+    """Blocks of `block_bytes` bytes by name. Blocks are immutable: one name always means the same bytes.
+
+    The class attributes are what a kind says of itself. An instance may say otherwise.
+    """
+
+    options: Collection[str] = ()  # that its spec may have, beyond those of every tier
+    prior = LoadPrior(1e-3, 1e9)
+    num_threads = 2
+    rescan_s = math.inf  # after which it is scanned again: finite if others add blocks
+    shared_by: Literal["worker", "host", "all"] = "worker"  # which workers find each other's blocks
+    identity = ""  # names the store, equally for all who share it; "" = nobody does
     is_instant = False  # a write is only a copy in memory, so passing it to another thread would take longer
+
+    @classmethod
+    def open(cls, settings: StoreSettings) -> BlockStore:
+        """A store. Raises `ConfigError` if it cannot be used."""
+        return cls(settings)  # type: ignore[arg-type]  # what a kind of another package takes
+
+    @classmethod  # noqa: B027  (there may be nothing to check)
+    def check(cls, spec: TierSpec, *, is_local: bool) -> None:
+        """Raise `ConfigError` for a spec with which `open` would fail. Makes nothing.
+
+        `is_local` says that the workers run on this machine.
+        """
 
     def __init__(self, block_bytes: int) -> None:
         assert block_bytes > 0, f"block_bytes={block_bytes}"

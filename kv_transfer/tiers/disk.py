@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -29,10 +30,21 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure, file_name, parse_file_name
+from tandem.kv_transfer.tiers.base import (
+    Block,
+    BlockName,
+    BlockStore,
+    StoreFailure,
+    StoreSettings,
+    file_name,
+    parse_file_name,
+)
 from tandem.kv_transfer.tiers.key import StoreKey
 from tandem.kv_transfer.tiers.seal import FOOTER_BYTES, Part, make_seal
+from tandem.protocol.config import TierSpec
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.load_prior import TIER_PRIORS
+from tandem.protocol.user_file import expanded
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +59,28 @@ _HERE = os.O_CLOEXEC | os.O_NOFOLLOW  # for every open: the target of a link is 
 
 class DiskStore(BlockStore):
     """Files `<folder>/<namespace and key>/<first byte of the digest>/<digest>-<parent>`."""
+
+    prior = TIER_PRIORS["disk"]
+    rescan_s = 60.0
+    shared_by = "host"
+
+    @classmethod
+    @override
+    def open(cls, settings: StoreSettings) -> BlockStore:
+        spec, key = settings.spec, settings.key
+        assert key is not None, f"{spec.setting} has no key"
+        folder = Path(expanded(spec.setting, spec.place)) / spec.codec
+        store = cls(folder, settings.namespace, settings.block_bytes, key)
+        store.identity = f"{folder_id(folder)}#{key.folder_name(settings.namespace)}"
+        return store
+
+    @classmethod
+    @override
+    def check(cls, spec: TierSpec, *, is_local: bool) -> None:
+        if not spec.place:
+            raise ConfigError(f"{spec.setting} names no folder; write one, such as disk:/ssd/kv?gb=2000")
+        if is_local:
+            check_folder(spec.setting, Path(expanded(spec.setting, spec.place)))
 
     def __init__(self, folder: Path, namespace: bytes, block_bytes: int, key: StoreKey) -> None:
         super().__init__(block_bytes)
@@ -182,6 +216,23 @@ def folder_id(folder: Path) -> str:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"the tier's folder {folder} cannot be used: {exc}; choose another place") from exc
+
+
+def check_folder(name: str, folder: Path) -> None:
+    """Raise `ConfigError` unless this user may write to the folder, or make it."""
+    there = folder
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"{name}: {folder} cannot be a folder: {there} is not one; choose another place")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name}: {folder} cannot be written to: {there} is closed to this user; choose another")
+    try:  # root's rights allow writing everywhere, even where the file system takes no files, such as /proc
+        os.rmdir(tempfile.mkdtemp(prefix=".tandem-", dir=there))
+    except OSError as exc:
+        raise ConfigError(
+            f"{name}: {folder} cannot be written to: {there} takes no folders ({exc.strerror}); choose another place"
+        ) from exc
 
 
 def make_private(folder: Path) -> None:

@@ -13,11 +13,21 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from typing_extensions import override
 
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure, file_name, parse_file_name
-from tandem.kv_transfer.tiers.disk import make_private
+from tandem.kv_transfer.tiers.base import (
+    Block,
+    BlockName,
+    BlockStore,
+    StoreFailure,
+    StoreSettings,
+    file_name,
+    parse_file_name,
+)
+from tandem.kv_transfer.tiers.disk import check_folder, make_private
 from tandem.kv_transfer.tiers.key import StoreKey
 from tandem.kv_transfer.tiers.seal import FOOTER_BYTES, make_seal
+from tandem.protocol.config import TierSpec
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.load_prior import TIER_PRIORS
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +43,36 @@ class ObjectStore(BlockStore):
     Credentials and endpoint come from the environment, as the cloud's own tools read them, or from `options` under
     obstore's names.
     """
+
+    prior = TIER_PRIORS["object"]
+    num_threads = 8
+    rescan_s = 60.0
+    shared_by = "all"
+
+    @classmethod
+    @override
+    def open(cls, settings: StoreSettings) -> BlockStore:
+        spec, key = settings.spec, settings.key
+        assert key is not None, f"{spec.setting} has no key"
+        url = f"{spec.url.rstrip('/')}/{spec.codec}"
+        store = cls(url, settings.namespace, settings.block_bytes, key, max_listed=settings.max_listed)
+        store.identity = f"{url}#{key.folder_name(settings.namespace)}"
+        return store
+
+    @classmethod
+    @override
+    def check(cls, spec: TierSpec, *, is_local: bool) -> None:
+        if spec.scheme != "file":
+            _open(_import_obstore(), spec.url, 1.0, {})  # sends nothing
+            return
+        url = urlsplit(spec.url)
+        if url.netloc not in ("", "localhost"):  # it would be taken for a host, and left out
+            raise ConfigError(
+                f"{spec.setting}: {spec.url!r} names the host {url.netloc!r}; a folder has three slashes: "
+                f"file:///{url.netloc}{url.path}"
+            )
+        if is_local:
+            check_folder(spec.setting, Path(unquote(url.path)))
 
     def __init__(
         self,
@@ -119,11 +159,6 @@ class ObjectStore(BlockStore):
     def _unreachable(self, what: str, exc: Exception) -> StoreFailure:
         logger.warning("%s: %s: %s", self._url, what, str(exc).partition("\n")[0])
         return StoreFailure.UNREACHABLE
-
-
-def check_url(url: str) -> None:
-    """Raise `ConfigError` unless this is the URL of an object store. Sends nothing."""
-    _open(_import_obstore(), url, 1.0, {})
 
 
 def _import_obstore() -> Any:

@@ -67,12 +67,16 @@ class CollectiveTransport(Transport):
         epoch: int,
         pool: Tensor | Sequence[Tensor],
         host: str,
+        mailbox: str = "",
         *,
         hello_timeout_s: float = 10.0,
         set_up_timeout_s: float = 30.0,
         copy_timeout_s: float = 30.0,
     ) -> None:
-        """Time limits: for a connection that says nothing, and for a live peer that does not poll or take part."""
+        """`mailbox` is not used.
+
+        Time limits: for a connection that says nothing, and for a live peer that does not poll or take part.
+        """
         self._worker_id = worker_id
         self._epoch = epoch
         self._shards = shards_of(pool)

@@ -1,4 +1,4 @@
-"""Creates a transport by name."""
+"""Creates a transport by name: one of ours, or one that another package adds (`tandem.protocol.plugins`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tandem.kv_transfer.transport.base import Transport
 from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.kv_transfer.transport.shards import shards_of
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.plugins import KV_TRANSPORTS
 
 
 def create_transport(
@@ -28,20 +29,16 @@ def create_transport(
     `hub` connects `in_process` transports. `host` is the address at which peers reach this machine: if it is loopback,
     no transport listens anywhere else. `mailbox` is an `ipc://` endpoint in a folder that only this user may enter, and
     that holds the mailboxes of all peers: they are all on this machine, so `nixl` needs no port that others could
-    reach.
+    reach. A transport of another package is made with the same arguments as `NixlTransport`. Raises `ConfigError`.
     """
     shards = shards_of(pool)
-    match name:
-        case "nixl":
-            from tandem.kv_transfer.transport.nixl import NixlTransport
-
-            return NixlTransport(worker_id, epoch, shards, host, mailbox)
-        case "nccl":
-            from tandem.kv_transfer.transport.collective import CollectiveTransport
-
-            return CollectiveTransport(worker_id, epoch, shards, host)
-        case "in_process":
-            if hub is None:
-                raise ConfigError("transport='in_process' needs the hub that joins the transports of this process")
-            return hub.join(worker_id, epoch, shards)
-    raise ConfigError(f"transport={name!r} is unknown; choose one of in_process, nccl, nixl")
+    if name == "in_process":
+        if hub is None:
+            raise ConfigError("transport='in_process' needs the hub that joins the transports of this process")
+        return hub.join(worker_id, epoch, shards)
+    setting = f"transport={name!r}"
+    make = KV_TRANSPORTS.load(name, setting)
+    transport: Transport = KV_TRANSPORTS.construct(
+        name, setting, lambda: make(worker_id, epoch, shards, host=host, mailbox=mailbox)
+    )
+    return transport

@@ -13,11 +13,11 @@ from tandem.protocol.config.cluster import ClusterConfig
 from tandem.protocol.config.managed import ManagedEngineConfig
 from tandem.protocol.config.panels import PANELS
 from tandem.protocol.config.router import ExternalEnginesConfig, RouterConfig, RouterFiles
+from tandem.protocol.config.tiers import COMMON_OPTIONS, TierSpec, parse_tier
 from tandem.protocol.config.worker import (
     DEFAULT_MODEL,
     GPU_MEMORY_SHARE,
     EngineConfig,
-    EvictionPolicyName,
     TierConfig,
     TransferConfig,
     WorkerConfig,

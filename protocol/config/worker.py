@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
@@ -18,8 +18,9 @@ from tandem.protocol.config.panels import (
     Gigabytes,
     Seconds,
 )
+from tandem.protocol.config.tiers import OBJECT_TIER, TierSpec, check_names, parse_tier
 from tandem.protocol.faults import parse_faults
-from tandem.protocol.messages import Role
+from tandem.protocol.messages import DISK_TIER, HOST_TIER, Role
 from tandem.protocol.settings import Setting, check_settings, require
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -30,7 +31,6 @@ GPU_MEMORY_SHARE = 0.9  # what workers take; the rest is for temporaries of step
 DType = Literal["auto", "float32", "bfloat16"]
 AttentionBackendName = Literal["auto", "cpu", "fa3", "triton"]
 Codec = Literal["raw", "fp8", "int8", "int4"]
-EvictionPolicyName = Literal["hit-density", "lru"]
 
 
 def _is_power_of_two(value: int) -> bool:
@@ -60,6 +60,10 @@ def _are_faults(text: str) -> bool:
 
 def _is_store_url(url: str) -> bool:
     return not url or "://" in url
+
+
+def _is_tier(text: str) -> bool:
+    return text.isprintable() and ":" in text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,11 +200,11 @@ class TransferConfig:
     """Handoff of KV between two workers."""
 
     transport: Annotated[
-        Literal["nixl", "nccl", "in_process"],
+        str,
         Setting(
             "Library that moves KV; nccl uses gloo on CPUs.",
             TRANSFER,
-            flag_type=Literal["nixl", "nccl"],  # in_process does not reach the worker processes that `serve` starts
+            rule="nixl, nccl, or a name that an installed package adds (entry points tandem.kv_transports)",
         ),
     ] = "nixl"
     checksums: Annotated[
@@ -235,8 +239,20 @@ class TransferConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierConfig:
-    """KV beyond the pool: host memory (L2), local disk (L3), object store (L4). A size of 0 or no path: not used."""
+    """KV beyond the pool: a list of tiers. The settings of host, disk and object are short forms of such a tier."""
 
+    tier: Annotated[
+        tuple[str, ...],
+        Setting(
+            "A place for KV beyond the pool: host:64GB, numa:2?gb=256, dax:/dev/dax0.0?gb=512, disk:/ssd/kv?gb=2000, "
+            "s3://bucket/prefix?gb=9, or what an installed package adds. More options: codec=, eviction=, name=. "
+            "Repeat it, from fast to slow.",
+            TIERS,
+            metavar="SPEC",
+            is_valid=_is_tier,
+            rule="a kind of store, its place and options (docs/tiers.md)",
+        ),
+    ] = ()
     host_cache_gb: Annotated[
         Gigabytes, Setting("GB of host memory, in each worker, for KV that its pool evicts; 0 = none.", TIERS)
     ] = 0.0
@@ -289,7 +305,7 @@ class TierConfig:
         Setting("Share of the pool and of each tier that pinned prefixes may occupy; 0 = no pins.", PINS),
     ] = 0.25
     # The rest have no flags.
-    eviction_policy: EvictionPolicyName = "hit-density"  # chooses what a full tier evicts
+    eviction_policy: str = "hit-density"  # chooses what a full tier evicts that names none
     load_window_mb: float = 256.0  # of KV that a worker loads at one time, for all its prompts, from tiers and peers
     load_step_mb: float = 32.0  # of loaded KV copied into the pool between two steps; more delays running answers
 
@@ -300,31 +316,49 @@ class TierConfig:
                 getattr(self, size) > 0 or not getattr(self, place),
                 f"{size}=0 would keep nothing in {place}={getattr(self, place)!r}; raise it, or leave {place} out",
             )
+        check_names(self.specs)
+        for spec in self.specs:
+            codecs = get_args(Codec)
+            require(spec.codec in codecs, f"{spec.setting}: codec={spec.codec!r} must be one of {', '.join(codecs)}")
         require(
             self.kv_encryption == "off" or self.is_sealed,
-            "kv_encryption='on' would encrypt nothing: it is for KV on disk and in the object store; give "
-            "disk_cache_path or object_cache_url too, or leave it out",
+            "kv_encryption='on' would encrypt nothing: it is for KV that leaves a worker's memory; give "
+            "disk_cache_path, object_cache_url or another tier too, or leave it out",
         )
 
     @property
-    def is_used(self) -> bool:
-        """Whether there is any tier below the pool."""
-        return self.host_cache_gb > 0 or self.is_sealed
+    def specs(self) -> tuple[TierSpec, ...]:
+        """All tiers, from fast to slow."""
+        tiers = [parse_tier(text, eviction=self.eviction_policy) for text in self.tier]
+        if self.host_cache_gb:
+            tiers.insert(0, self._short_form(f"host_cache_gb={self.host_cache_gb:g}", "host:", HOST_TIER))
+        if self.disk_cache_path:
+            tiers.append(self._short_form("disk_cache_path", f"disk:{self.disk_cache_path}", DISK_TIER))
+        if self.object_cache_url:
+            tiers.append(self._short_form("object_cache_url", self.object_cache_url, OBJECT_TIER))
+        return tuple(tiers)
+
+    def _short_form(self, setting: str, url: str, name: str) -> TierSpec:
+        scheme, _, place = url.partition(":")
+        return TierSpec(
+            scheme=scheme,
+            place=place,
+            gb=getattr(self, f"{name}_cache_gb"),
+            name=name,
+            codec=getattr(self, f"{name}_cache_codec"),
+            eviction=self.eviction_policy,
+            setting=setting,
+        )
 
     @property
     def is_sealed(self) -> bool:
         """Whether there is a tier whose blocks are sealed, because they outlive the worker or others read them."""
-        return bool(self.disk_cache_path or self.object_cache_url)
+        return not all(spec.is_memory for spec in self.specs)
 
     @property
     def codec_identity(self) -> str:
         """Lossy codecs that KV of this worker may have passed through, which is part of its identity; "raw" if none."""
-        used = {
-            self.host_cache_codec if self.host_cache_gb else "raw",
-            self.disk_cache_codec if self.disk_cache_path else "raw",
-            self.object_cache_codec if self.object_cache_url else "raw",
-        }
-        return "+".join(sorted(used - {"raw"})) or "raw"
+        return "+".join(sorted({spec.codec for spec in self.specs} - {"raw"})) or "raw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

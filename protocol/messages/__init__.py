@@ -21,7 +21,7 @@ from typing_extensions import Buffer
 
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.messages.fields import MAX_RUN_DIGESTS, WIRE_VERSION, FirstTokens, Name
-from tandem.protocol.messages.places import DISK_TIER, HOST_TIER, POOL_PLACE, holder_name, is_readable, worker_of
+from tandem.protocol.messages.places import DISK_TIER, HOST_TIER, POOL_PLACE, holder_name, worker_of
 from tandem.protocol.messages.router_to_worker import (
     Cancel,
     CopyKv,

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.protocol.messages.fields import Digest, Measure, Name, Names, Number, Seconds
+from tandem.protocol.messages.places import HOST_TIER
 
 MAX_ACTIONS = 16  # latest actions of a kind that a heartbeat tells
 
@@ -76,10 +77,15 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     kernels: Name = ""  # what computes its model: a part of the namespace
     pid: Number
     tiers: dict[Name, Name] = {}  # KV tier -> the store it shares with other workers ("" = none), fast to slow
+    memory_tier: Name = HOST_TIER  # the tier in its host memory, from which peers can read
     adapters: Names = []  # LoRA adapters it serves
     serves_alone: bool = True  # whether it both computes prompts and decodes; if not, another worker does one of them
     loads_all: bool = False  # whether it loads all that its tiers have of a prompt, even where computing is faster
     max_pinned_blocks: dict[Name, Number] = {}  # the most that pins may keep, by place: "pool" or a tier
+
+    def lends(self, holder: str) -> bool:
+        """Whether peers can read from this place of the worker, by its `holder_name`: its pool or its host memory."""
+        return holder.partition("/")[2] in ("", self.memory_tier)
 
 
 class PoolSlots(msgspec.Struct, frozen=True, array_like=True):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from tandem.protocol.load_prior import TIER_PRIORS
 from tandem.protocol.messages import DISK_TIER, HOST_TIER, POOL_PLACE, FetchStats, TierLoad, WorkerCard, holder_name
 from tandem.scheduling.cost_model import TransferCosts, TransferModel
-from tandem.scheduling.load_cost import TIER_PRIORS
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 
 _TIERS = (HOST_TIER, DISK_TIER)  # fastest first

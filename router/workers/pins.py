@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ContextLengthExceeded, NoWorker, RequestError
-from tandem.protocol.messages import Pin, Prefetch, Unpin, WorkerState, is_readable, worker_of
+from tandem.protocol.messages import Pin, Prefetch, Unpin, WorkerState, worker_of
 from tandem.router.backend import PinRequest, PinState
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.pin_ledger import Conversations, PinLedger, PinnedChain, PinOwner
@@ -25,7 +25,6 @@ from tandem.scheduling.workers.workers import RegisteredWorker, WorkerChange, ca
 
 DEFAULT_TTL_S = 300.0
 REPORT_TIMEOUT_S = 2.0  # a worker answers between two steps
-_SHARED_PLACES = {"disk", "object"}  # blocks that one worker stores there can be read by all others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +164,9 @@ class PinService:
         """For each role, the worker with most of a chain in memory; `preferred` if there are several."""
         depths: Counter[str] = Counter()
         for holder, depth in self._index.longest_prefix(digests, now).items():
-            if is_readable(holder):
-                worker_id = worker_of(holder)
-                depths[worker_id] = max(depths[worker_id], depth)
+            worker = self._registry.get(worker_of(holder))
+            if worker is not None and worker.card.lends(holder):
+                depths[worker.worker_id] = max(depths[worker.worker_id], depth)
         likely = set()
         for plays_role in (can_prefill, can_decode):
             workers = [worker.worker_id for worker in self._registry if plays_role(worker)]
@@ -210,8 +209,8 @@ def max_pinned_blocks(registry: Registry) -> int:
     """
     own = shared = 0
     for worker in registry:
-        bounds = worker.card.max_pinned_blocks
+        bounds = worker.card.max_pinned_blocks.items()
         if can_decode(worker):
-            own += max((bound for place, bound in bounds.items() if place not in _SHARED_PLACES), default=0)
-        shared = max([shared, *(bound for place, bound in bounds.items() if place in _SHARED_PLACES)])
+            own += max((bound for place, bound in bounds if not worker.card.tiers.get(place)), default=0)
+        shared = max([shared, *(bound for place, bound in bounds if worker.card.tiers.get(place))])
     return max(own, shared)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
-from tandem.protocol.messages import Role, is_readable, worker_of
+from tandem.protocol.messages import Role, worker_of
 from tandem.protocol.routing import COST
 from tandem.scheduling.cost_model import CostModel, Mask
 from tandem.scheduling.placement.candidate_costs import CandidateCosts
@@ -179,15 +179,18 @@ class Placer:
 
         Speculative hits do not count: a block that is not computed yet cannot be read.
         """
-        readable = [name for name in hits if is_readable(name)]
         deepest: Holder | None = None
-        for name in sorted(readable, key=hits.__getitem__, reverse=True)[:_MAX_HOLDERS]:
+        num_left = _MAX_HOLDERS
+        for name in sorted(hits, key=hits.__getitem__, reverse=True):
             least = deepest.num_blocks if deepest is not None else 0
-            if hits[name] <= least:
+            if not num_left or hits[name] <= least:
                 break  # the others have no more
             worker = self._workers.get(worker_of(name))
+            if worker is None or not worker.card.lends(name):
+                continue
+            num_left -= 1
             num_blocks = self._index.count_held(name, digests, hits[name])
-            if worker is not None and num_blocks > least:
+            if num_blocks > least:
                 deepest = Holder(worker, num_blocks)
         return deepest
 

@@ -5,14 +5,12 @@ import os
 import pickle
 import random
 from collections import Counter
-from typing import get_args
 
 import pytest
 
 from tandem.kv_transfer.eviction import POLICIES, EvictionPolicy
 from tandem.kv_transfer.eviction.hit_density import HitDensity
 from tandem.kv_transfer.eviction.lru import LRU
-from tandem.protocol.config import EvictionPolicyName
 from tests.support.trace_replay import CAPACITIES, TRACES, load, optimal, replay
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
@@ -57,10 +55,6 @@ class Model:
     def evictable(self) -> set[object]:
         parents = set(self.parent_of.values())
         return {key for key in self.parent_of if key not in parents and not self.pins[key]}
-
-
-def test_the_configuration_names_every_policy() -> None:
-    assert set(get_args(EvictionPolicyName)) == POLICIES.keys()
 
 
 @pytest.mark.parametrize("name", POLICIES)

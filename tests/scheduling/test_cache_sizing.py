@@ -48,9 +48,11 @@ def test_reports_sizes_around_the_pools() -> None:
 
 
 def test_tiers_count_by_owner() -> None:
-    registry = make_registry(10, 10)
+    registry = Registry()
     sizing = CacheSizing(registry, clock=lambda: 0.0)
     for idx in range(2):
+        stores = {"host": "", "disk": f"folder {idx}", "object": "s3://bucket"}
+        add_ready(registry, make_card(f"w{idx}", Role.COLOCATED, num_blocks=10, tiers=stores))
         registry.note_tiers(f"w{idx}", [tier("host", 100), tier("disk", 700), tier("object", 9000)], None)
     assert sizing.levels() == {"pool": 20, "host": 200, "disk": 1400, "object": 9000}
     rows = sizing.report()["capacities"]
@@ -58,10 +60,11 @@ def test_tiers_count_by_owner() -> None:
     assert next(row["configured"] for row in rows if row["num_blocks"] == 200) == ["host"]
 
 
-def test_workers_of_a_host_share_its_disk() -> None:
+@pytest.mark.parametrize("stores", [{"disk": "one folder"}, {}], ids=["workers", "engines"])
+def test_what_several_share_counts_once(stores: dict[str, str]) -> None:
     registry = Registry()
     for worker_id in ("a", "b"):
-        add_ready(registry, make_card(worker_id))
+        add_ready(registry, make_card(worker_id, tiers=stores))
         registry.note_tiers(worker_id, [tier("disk", 700)], None)
     assert CacheSizing(registry).levels()["disk"] == 700
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.scheduling.load_cost import LoadCost, LoadPrior
+from tandem.protocol.load_prior import LoadPrior
+from tandem.scheduling.load_cost import LoadCost
 
 
 def test_a_load_moves_the_cost_half_way_on_a_logarithmic_scale() -> None:

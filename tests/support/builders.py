@@ -24,6 +24,7 @@ def make_card(
     namespace: bytes = NAMESPACE,
     adapters: list[str] | None = None,
     max_pinned_blocks: dict[str, int] | None = None,
+    tiers: dict[str, str] | None = None,
     loads_all: bool = False,
 ) -> WorkerCard:
     return WorkerCard(
@@ -41,6 +42,7 @@ def make_card(
         pid=1,
         adapters=adapters or [],
         max_pinned_blocks=max_pinned_blocks or {},
+        tiers=tiers or {},
         loads_all=loads_all,
     )
 

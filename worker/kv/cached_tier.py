@@ -13,7 +13,8 @@ from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import Codec
 from tandem.kv_transfer.fetch_planner import FetchSource
 from tandem.kv_transfer.tiers.tier import Tier, TierRead
-from tandem.scheduling.load_cost import LoadCost, LoadPrior
+from tandem.protocol.load_prior import LoadPrior
+from tandem.scheduling.load_cost import LoadCost
 from tandem.worker.kv.host_buffers import HostBuffers
 from tandem.worker.kv.kv_source import KvSource, OpenSource, Piece
 
@@ -21,7 +22,8 @@ from tandem.worker.kv.kv_source import KvSource, OpenSource, Piece
 class CachedTier(KvSource):
     """A tier, the codec of its blocks and the learned cost of its loads.
 
-    `store` names a store that tiers of other workers share; "" for a store of this worker's own.
+    `store` names a store that tiers of other workers share; "" for a store of this worker's own. `is_memory` says that
+    its blocks are in this worker's memory.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class CachedTier(KvSource):
         num_threads: int,
         prior: LoadPrior,
         store: str = "",
+        is_memory: bool = False,
         buffers: HostBuffers = HostBuffers(),
     ) -> None:
         self.tier = tier
         self.store = store
+        self.is_memory = is_memory
         self.codec = codec
         self.block_bytes = block_bytes  # of an encoded block
         self.num_threads = num_threads

@@ -15,8 +15,9 @@ from tandem.kv_transfer.fetch_planner import FetchSource
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Transport
 from tandem.protocol.config import TransferConfig
+from tandem.protocol.load_prior import LoadPrior
 from tandem.protocol.messages import KvHolder, PeerAddress, ReadDone, ReadGrant, ReadRequest, WorkerEpoch
-from tandem.scheduling.load_cost import LoadCost, LoadPrior
+from tandem.scheduling.load_cost import LoadCost
 from tandem.worker.kv.kv_source import PIECES_IN_FLIGHT, KvSource, OpenSource, Piece
 from tandem.worker.kv.peer_read import PeerRead, ReadContext
 

@@ -167,9 +167,11 @@ class WorkerPins:
         self._pool = engine.pool
         self._tiers = {cached.name: cached.tier for cached in cache.tiers}
         places = {name: KeptBlocks(tier, int(tier.capacity_blocks * share)) for name, tier in self._tiers.items()}
-        if "host" not in places:  # then the pool is the only place that is fast
+        memory = cache.memory_tier
+        if memory is None:  # then the pool is the only place that is fast
             places[POOL_PLACE] = KeptBlocks(self._pool, int(self._pool.num_blocks * share))
         self._table = WorkerPinTable(places)
+        self._in_memory = None if memory is None else places[memory.name]
         self._prefetcher = Prefetcher(engine, cache)
         self._now = -math.inf
 
@@ -197,7 +199,7 @@ class WorkerPins:
         """End expired pins, and let prefetching go on."""
         self._now = now
         self._table.pump(now)
-        self._prefetcher.pump(self._table.chains, self._table.places.get("host"), now)
+        self._prefetcher.pump(self._table.chains, self._in_memory, now)
 
     def changed(self, place: str, stored: list[bytes], removed: list[bytes]) -> None:
         """Follow blocks that came to a place or left it."""

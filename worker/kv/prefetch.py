@@ -63,7 +63,7 @@ class Prefetcher:
         self.num_blocks: Counter[str] = Counter()  # loaded so far, by place
         self._engine = engine
         self._cache = cache
-        self._host = cache.tier("host")
+        self._host = cache.memory_tier
         self._to_host: set[str] = set()  # pins
         self._to_pool: set[str] = set()  # pins, each until as much of its chain as possible is loaded
         self._piece: _PrefetchPiece | None = None

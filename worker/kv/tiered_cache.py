@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import create_codec
-from tandem.kv_transfer.eviction import POLICIES
-from tandem.kv_transfer.tiers.base import BlockStore
-from tandem.kv_transfer.tiers.disk import DiskStore, folder_id
+from tandem.kv_transfer.tiers.base import StoreSettings
 from tandem.kv_transfer.tiers.key import StoreKey, load_key
-from tandem.kv_transfer.tiers.memory import MemoryStore
-from tandem.kv_transfer.tiers.object import ObjectStore
+from tandem.kv_transfer.tiers.kinds import is_shared_by_all, open_store
 from tandem.kv_transfer.tiers.tier import Tier
-from tandem.protocol.config import TierConfig
+from tandem.protocol.config import TierConfig, TierSpec
 from tandem.protocol.messages import POOL_PLACE, StepStats, TierLoad
+from tandem.protocol.plugins import EVICTION_POLICIES
 from tandem.scheduling.cost_model import StepModel
-from tandem.scheduling.load_cost import TIER_PRIORS
 from tandem.worker.kv.cached_tier import CachedTier
 from tandem.worker.kv.fetcher import Fetcher
 from tandem.worker.kv.host_buffers import CudaPages, HostBuffers, PinnedBuffers
@@ -38,10 +32,6 @@ from tandem.worker.kv.peer_reader import PeerReader
 from tandem.worker.kv.tier_check import store_key_path
 
 logger = logging.getLogger(__name__)
-
-_NUM_THREADS = {"host": 1, "disk": 2, "object": 8}
-_MAX_LISTED_SHARE, _MIN_LISTED = 4, 100_000  # objects of a bucket that are listed, for each block that it may hold
-_RESCAN_S = {"disk": 60.0, "object": 60.0}  # other workers add blocks to these
 
 
 class TieredCache:
@@ -73,6 +63,11 @@ class TieredCache:
     def tier(self, name: str) -> CachedTier | None:
         """The tier of that name, if it is used."""
         return next((cached for cached in self.tiers if cached.name == name), None)
+
+    @property
+    def memory_tier(self) -> CachedTier | None:
+        """The fastest tier in this worker's memory: peers read from it, and pins are loaded into it."""
+        return next((cached for cached in self.tiers if cached.is_memory), None)
 
     def admitted(self, sequence: EngineSequence) -> None:
         """Plan what the sequence loads instead of computing it."""
@@ -134,60 +129,36 @@ class TieredCache:
 
 def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
     """The tiers that are configured, from fast to slow. Raises `ConfigError` for one that cannot be used."""
-    tiers: list[CachedTier] = []
-    if not config.is_used:
-        return tiers
-    make = partial(_make_tier, engine, config.eviction_policy, _make_buffers(config, engine))
-    if config.host_cache_gb:
-        tiers.append(make("host", config.host_cache_codec, config.host_cache_gb, MemoryStore))
-    if not config.is_sealed:
-        return tiers
-    key = _load_key(config)
-    name = key.folder_name(engine.namespace)
-    if config.disk_cache_path:
-        folder = Path(os.path.expanduser(config.disk_cache_path)) / config.disk_cache_codec
-        store = f"{folder_id(folder)}#{name}"
-        open_disk = lambda size, _: DiskStore(folder, engine.namespace, size, key)  # noqa: E731
-        tiers.append(make("disk", config.disk_cache_codec, config.disk_cache_gb, open_disk, store))
-    if config.object_cache_url:
-        url = f"{config.object_cache_url.rstrip('/')}/{config.object_cache_codec}"
-        open_bucket = lambda size, num_blocks: ObjectStore(  # noqa: E731
-            url, engine.namespace, size, key, max_listed=_MAX_LISTED_SHARE * num_blocks + _MIN_LISTED
-        )
-        tiers.append(make("object", config.object_cache_codec, config.object_cache_gb, open_bucket, f"{url}#{name}"))
-    return tiers
+    if not config.specs:
+        return []
+    buffers, key = _make_buffers(config, engine), _load_key(config) if config.is_sealed else None
+    return [_make_tier(engine, spec, key, buffers) for spec in config.specs]
 
 
-def _make_tier(
-    engine: Engine,
-    policy: str,
-    buffers: HostBuffers,
-    name: str,
-    codec_name: str,
-    capacity_gb: float,
-    open_store: Callable[[int, int], BlockStore],
-    store: str = "",
-) -> CachedTier:
-    """`open_store` gets the bytes of an encoded block and the number of blocks."""
-    codec = create_codec(codec_name)
+def _make_tier(engine: Engine, spec: TierSpec, key: StoreKey | None, buffers: HostBuffers) -> CachedTier:
+    codec = create_codec(spec.codec)
     block_bytes = codec.encoded_bytes(engine.kv.block_shape, engine.kv.dtype)
-    num_blocks = max(int(capacity_gb * 1e9) // block_bytes, 1)
-    num_threads = _NUM_THREADS[name]
-    tier = Tier(
-        name,
-        open_store(block_bytes, num_blocks),
-        POLICIES[policy](num_blocks),
-        capacity_blocks=num_blocks,
-        num_threads=num_threads,
-        rescan_s=_RESCAN_S.get(name, math.inf),
+    num_blocks = max(int(spec.gb * 1e9) // block_bytes, 1)
+    make_policy = EVICTION_POLICIES.load(spec.eviction, spec.setting)
+    policy = EVICTION_POLICIES.construct(spec.eviction, spec.setting, lambda: make_policy(num_blocks))
+    store = open_store(
+        StoreSettings(spec=spec, block_bytes=block_bytes, num_blocks=num_blocks, namespace=engine.namespace, key=key)
     )
     return CachedTier(
-        tier,
+        Tier(
+            spec.name,
+            store,
+            policy,
+            capacity_blocks=num_blocks,
+            num_threads=store.num_threads,
+            rescan_s=store.rescan_s,
+        ),
         codec,
         block_bytes,
-        num_threads=num_threads,
-        prior=TIER_PRIORS[name],
-        store=store,
+        num_threads=store.num_threads,
+        prior=store.prior,
+        store=store.identity,
+        is_memory=spec.is_memory,
         buffers=buffers,
     )
 
@@ -200,7 +171,11 @@ def _make_buffers(config: TierConfig, engine: Engine) -> HostBuffers:
 
 
 def _load_key(config: TierConfig) -> StoreKey:
-    path = store_key_path(config)
-    if not config.kv_key_file and config.object_cache_url and not config.object_cache_url.startswith("file:"):
-        logger.warning("only hosts with the key %s find each other's blocks: set one for all with --kv-key-file", path)
+    path, shared = store_key_path(config), [spec.setting for spec in config.specs if is_shared_by_all(spec)]
+    if not config.kv_key_file and shared:
+        logger.warning(
+            "%s: only hosts with the key %s find each other's blocks: set one for all with --kv-key-file",
+            ", ".join(shared),
+            path,
+        )
     return load_key(path, may_make=not config.kv_key_file, encrypts=config.kv_encryption == "on")

@@ -201,7 +201,7 @@ def test_a_full_slab_takes_a_block_again_after_one_was_deleted() -> None:
 
 
 def test_host_memory_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the host tier of 1000000\.0 GB does not fit: .* lower --host-cache-gb"):
+    with pytest.raises(ConfigError, match=r"host memory: 1000000\.0 GB do not fit: .* of memory are free"):
         MemoryStore(10**6, 10**9)
 
 

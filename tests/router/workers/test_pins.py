@@ -239,7 +239,8 @@ def test_pins_may_cover_the_blocks_that_decode_workers_can_keep() -> None:
     ):
         add_ready(registry, make_card(worker_id, role, max_pinned_blocks=bounds))
     assert max_pinned_blocks(registry) == 50
-    add_ready(registry, make_card("d2", Role.DECODE, max_pinned_blocks={"disk": 70}))
+    card = make_card("d2", Role.DECODE, max_pinned_blocks={"acme": 70}, tiers={"acme": "pool#1"})
+    add_ready(registry, card)
     assert max_pinned_blocks(registry) == 70
     registry.set_state("d2", WorkerState.DEAD, "test")
     assert max_pinned_blocks(registry) == 50

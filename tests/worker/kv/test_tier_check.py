@@ -61,8 +61,12 @@ def test_a_folder_that_is_closed_to_this_user_is_reported(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"object_cache_url": "ftp://host/prefix"}, "object store 'ftp://host/prefix' cannot be opened: "),
+        (
+            {"object_cache_url": "ftp://host/prefix"},
+            "object_cache_url: 'ftp' is unknown; choose one of .*, s3, s3a, or install",
+        ),
         ({"object_cache_url": "http://["}, "cannot be opened: "),
+        ({"tier": ("ftp://host?gb=1",)}, r"tier='ftp://host\?gb=1': 'ftp' is unknown; choose one of"),
     ],
 )
 def test_what_is_wrong_anywhere_is_always_told(settings: dict[str, Any], expected: str, is_local: bool) -> None:

@@ -18,9 +18,9 @@ from tandem.kv_transfer.eviction import POLICIES
 from tandem.kv_transfer.tiers.memory import MemoryStore
 from tandem.kv_transfer.tiers.tier import Tier
 from tandem.protocol.config import TierConfig
+from tandem.protocol.load_prior import LoadPrior
 from tandem.protocol.sampling import SamplingParams
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.load_cost import LoadPrior
 from tandem.worker.kv.cached_tier import CachedTier
 from tandem.worker.kv.host_copy import HostCopy
 from tandem.worker.kv.tiered_cache import TieredCache, create_tiers
