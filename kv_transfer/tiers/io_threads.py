@@ -5,6 +5,7 @@ Reads go before all other jobs. The owner takes the results from `results`; it n
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -81,6 +82,9 @@ class IoThreads:
             threading.Thread(target=self._run, name=f"tier-{name}-{number}", daemon=True)
             for number in range(num_threads)
         ]
+        self._start()
+
+    def _start(self) -> None:
         for thread in self._threads:
             thread.start()
 
@@ -94,6 +98,8 @@ class IoThreads:
         """Stop a read: no thread begins to write into its buffers after this. True if none does so right now."""
         with self._work:
             job._is_cancelled = True
+            with contextlib.suppress(ValueError):  # threads that hang would never pass it, and it keeps its buffers
+                self._reads.remove(job)
             return not job._num_copying
 
     def write(self, job: WriteJob, evicted: list[BlockName]) -> None:

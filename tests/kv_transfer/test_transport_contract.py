@@ -387,7 +387,7 @@ def test_a_pool_without_contiguous_blocks_is_refused(network: Network, pool: tor
 
 
 def test_an_unknown_transport_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="transport=.pigeon.: .pigeon. is unknown; choose one of nccl, nixl"):
+    with pytest.raises(ConfigError, match=r"transport=.pigeon.: .pigeon. is unknown; choose one of nccl, nixl"):
         create_transport("pigeon", worker_id="p", epoch=1, pool=random_pool())
 
 
