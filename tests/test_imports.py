@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "frontend": {"protocol", "router", "runtime", "scheduling", "text"},
     "cluster": {"frontend", "protocol", "router", "runtime", "scheduling", "text", "worker"},
     "loadtest": {"protocol"},
+    "testing": {"kv_transfer", "protocol"},
     "simulator": {"scheduling", "protocol", "loadtest", "kv_transfer"},
     "cli": PACKAGES,
 }

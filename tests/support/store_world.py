@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,53 +13,32 @@ from pathlib import Path
 import httpx
 import numpy as np
 import obstore
+import pytest
 from obstore.store import from_url
 
 from tandem.kv_transfer.eviction.lru import LRU
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure, file_name
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreSettings, file_name
 from tandem.kv_transfer.tiers.disk import DiskStore
 from tandem.kv_transfer.tiers.key import StoreKey
+from tandem.kv_transfer.tiers.kinds import open_store
 from tandem.kv_transfer.tiers.memory import MemoryStore
 from tandem.kv_transfer.tiers.object import ObjectStore
 from tandem.kv_transfer.tiers.seal import make_seal
 from tandem.kv_transfer.tiers.tier import Tier
+from tandem.protocol.config import parse_tier
+from tandem.testing.store_contract import BLOCK_BYTES, KEY, NAMESPACE, content
 from tests.support.waiting import poll_until
 
-KINDS = ["memory", "disk", "object-file", "object-s3", "disk-encrypted", "object-s3-encrypted"]
-PERSISTENT = [kind for kind in KINDS if kind != "memory"]
-BLOCK_BYTES = 5000
-NAMESPACE = bytes(range(16))
-KEY = StoreKey(bytes(range(32)))
+PERSISTENT = ["disk", "object-file", "object-s3", "disk-encrypted", "object-s3-encrypted"]
+IN_MEMORY = ["memory", "numa", "dax"]
+KINDS = [*IN_MEMORY, *PERSISTENT]
+NUMA_NODES = Path("/sys/devices/system/node/has_memory")
 DEADLINE_S = 20.0
 S3_TIMEOUT_S = 1.0
 
 
-def name_of(number: int, parent: int | None = None) -> BlockName:
-    return BlockName(digest_of(number), None if parent is None else digest_of(parent))
-
-
-def digest_of(number: int) -> bytes:
-    return number.to_bytes(16, "big")[::-1]  # the first byte differs, and it selects the folder on disk
-
-
-def chain(*numbers: int) -> list[BlockName]:
-    """Names of the blocks of a chain in this order."""
-    return [name_of(number, parent) for number, parent in zip(numbers, (None, *numbers[:-1]), strict=True)]
-
-
-def content(name: BlockName, size: int = BLOCK_BYTES) -> Block:
-    """The bytes of a block with this digest."""
-    return np.random.default_rng(list(name.digest)).integers(0, 256, size, dtype=np.uint8)
-
-
 def zeros(count: int = 1) -> Block:
     return np.zeros((count, BLOCK_BYTES), np.uint8)
-
-
-def read(store: BlockStore, name: BlockName) -> StoreFailure | bool:
-    """Whether the block's bytes are right, or why it could not be read."""
-    data = store.read(name, np.zeros(store.block_bytes, np.uint8))
-    return data if isinstance(data, StoreFailure) else np.array_equal(data, content(name, store.block_bytes))
 
 
 class Clock:
@@ -127,6 +107,13 @@ class World:
         key = key or self.key
         if self.kind == "memory":
             return MemoryStore(block_bytes, num_blocks)
+        if self.kind == "numa":
+            if not NUMA_NODES.exists():
+                pytest.skip("this kernel has no NUMA nodes")
+            return opened("numa:0?gb=1", block_bytes=block_bytes, num_blocks=num_blocks)
+        if self.kind == "dax":
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # a tmpfs: the mapping outlives the name
+                return opened(f"dax:{folder}/slab?gb=1", block_bytes=block_bytes, num_blocks=num_blocks)
         if self.kind == "disk":
             return DiskStore(self._folder / "blocks", namespace, block_bytes, key)
         assert self.kind in ("object-file", "object-s3"), f"{self.kind} is of no store that this knows"
@@ -161,6 +148,12 @@ class World:
 
     def _file_name(self, name: BlockName) -> str:
         return file_name(make_seal(self.key).stored_name(name))
+
+
+def opened(spec: str, *, block_bytes: int = BLOCK_BYTES, num_blocks: int = 100) -> BlockStore:
+    """The store of a spec, as a worker opens it."""
+    settings = {"block_bytes": block_bytes, "num_blocks": num_blocks, "namespace": NAMESPACE, "key": KEY}
+    return open_store(StoreSettings(spec=parse_tier(spec, eviction="lru"), **settings))  # type: ignore[arg-type]
 
 
 def make_tier(

@@ -9,7 +9,7 @@ import pytest
 from tandem.kv_transfer.eviction import POLICIES
 from tandem.kv_transfer.tiers.base import BlockName, parents_first
 from tandem.kv_transfer.tiers.block_index import BlockIndex
-from tests.support.store_world import chain, digest_of
+from tandem.testing.store_contract import chain, digest_of
 
 CHAINS = [*chain(1, 2, 3), *chain(11, 12)]
 

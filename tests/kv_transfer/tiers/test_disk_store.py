@@ -20,19 +20,8 @@ import pytest
 from tandem.kv_transfer.tiers.base import StoreFailure
 from tandem.kv_transfer.tiers.disk import DiskStore, folder_id
 from tandem.protocol.errors import ConfigError
-from tests.support.store_world import (
-    BLOCK_BYTES,
-    KEY,
-    NAMESPACE,
-    World,
-    chain,
-    content,
-    get,
-    make_tier,
-    name_of,
-    put,
-    read,
-)
+from tandem.testing.store_contract import BLOCK_BYTES, KEY, NAMESPACE, chain, content, name_of, read
+from tests.support.store_world import World, get, make_tier, put
 
 LARGE_BYTES = 2_000_000
 NUM_KILLS = 3
@@ -41,7 +30,7 @@ NUM_KILLS = 3
 WRITER = f"""
 import sys
 from pathlib import Path
-from tests.support.store_world import KEY, NAMESPACE, content, name_of
+from tandem.testing.store_contract import KEY, NAMESPACE, content, name_of
 from tandem.kv_transfer.tiers.disk import DiskStore
 store = DiskStore(Path(sys.argv[1]), NAMESPACE, {LARGE_BYTES}, KEY)
 for number in range(int(sys.argv[2]), int(sys.argv[3])):

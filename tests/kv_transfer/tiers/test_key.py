@@ -14,7 +14,7 @@ from tandem.kv_transfer.tiers.base import Block, BlockName
 from tandem.kv_transfer.tiers.key import StoreKey, load_key
 from tandem.kv_transfer.tiers.seal import FOOTER_BYTES, BlockSeal, make_seal
 from tandem.protocol.errors import ConfigError
-from tests.support.store_world import KEY, NAMESPACE, content, name_of
+from tandem.testing.store_contract import KEY, NAMESPACE, content, name_of
 
 
 def test_a_key_is_created_once_for_this_user_only(tmp_path: Path) -> None:

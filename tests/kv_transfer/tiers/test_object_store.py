@@ -16,21 +16,8 @@ import pytest
 from tandem.kv_transfer.tiers.base import StoreFailure
 from tandem.kv_transfer.tiers.object import ObjectStore
 from tandem.protocol.errors import ConfigError
-from tests.support.store_world import (
-    BLOCK_BYTES,
-    KEY,
-    NAMESPACE,
-    Clock,
-    S3Server,
-    World,
-    chain,
-    content,
-    get,
-    make_tier,
-    name_of,
-    put,
-    read,
-)
+from tandem.testing.store_contract import BLOCK_BYTES, KEY, NAMESPACE, chain, content, name_of, read
+from tests.support.store_world import Clock, S3Server, World, get, make_tier, put
 from tests.support.waiting import poll_until
 
 PAUSE_S = 0.2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,84 +13,33 @@ from tandem.kv_transfer.tiers.key import StoreKey
 from tandem.kv_transfer.tiers.memory import MemoryStore
 from tandem.kv_transfer.tiers.seal import FOOTER_BYTES, make_seal
 from tandem.protocol.errors import ConfigError
-from tests.support.store_world import BLOCK_BYTES, KEY, KINDS, PERSISTENT, World, chain, content, name_of, read
+from tandem.testing.store_contract import (
+    BLOCK_BYTES,
+    KEY,
+    SharedStoreContract,
+    StoreContract,
+    chain,
+    content,
+    name_of,
+    read,
+)
+from tests.support.store_world import IN_MEMORY, PERSISTENT, World
 
-every_kind = pytest.mark.parametrize("world", KINDS, indirect=True)
 every_persistent_kind = pytest.mark.parametrize("world", PERSISTENT, indirect=True)
 
 
-@every_kind
-def test_bytes_come_back_only_under_their_name(world: World) -> None:
-    store = world.open()
-    names = chain(1, 2, 3)
-    assert [store.write(name, content(name)) for name in names[:2]] == [None, None]
-    assert [read(store, name) for name in names] == [True, True, StoreFailure.ABSENT]
-
-
-@every_kind
-def test_what_was_written_does_not_follow_the_buffer(world: World) -> None:
-    store = world.open()
-    data = content(name_of(1))
-    store.write(name_of(1), data)
-    data[:] = 0
-    assert read(store, name_of(1)) is True
-
-
-@every_kind
-def test_writing_a_block_again_changes_nothing(world: World) -> None:
-    store = world.open(num_blocks=1)
-    for _ in range(3):
-        assert store.write(name_of(1), content(name_of(1))) is None
-    assert read(store, name_of(1)) is True
-    assert store.scan() == [name_of(1)]
-
-
-@every_kind
-def test_a_deleted_block_is_absent(world: World) -> None:
-    store = world.open()
-    for name in chain(1, 2):
-        store.write(name, content(name))
-    for _ in range(2):
-        store.delete(name_of(1))
-    assert read(store, name_of(1)) is StoreFailure.ABSENT
-    assert store.scan() == [name_of(2, parent=1)]
-
-
-@every_kind
-def test_threads_at_once(world: World) -> None:
-    store = world.open(num_blocks=100)
-
-    def work(thread: int) -> list[object]:
-        results: list[object] = []
-        for number in range(24):
-            name = name_of(number if number % 2 else 1000 * thread + number)  # every other one is everybody's
-            results += [store.write(name, content(name)), read(store, name)]
-        return results
-
-    with ThreadPoolExecutor(4) as threads:
-        assert [list(results) for results in threads.map(work, range(1, 5))] == [[None, True] * 24] * 4
-    found = store.scan()
-    assert len(found) == 12 + 4 * 12
-    assert all(read(store, name) is True for name in found)
+@pytest.mark.parametrize("world", IN_MEMORY, indirect=True)
+class TestStoresInMemory(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _choose(self, world: World) -> None:
+        self.open = world.open  # type: ignore[method-assign]
 
 
 @every_persistent_kind
-def test_blocks_outlive_the_store(world: World) -> None:
-    store = world.open()
-    for name in chain(1, 2, 3):
-        store.write(name, content(name))
-    store.close()
-    store = world.open()
-    assert set(store.scan()) == set(chain(1, 2, 3))
-    assert [read(store, name) for name in chain(1, 2, 3)] == [True] * 3
-
-
-@every_persistent_kind
-def test_namespaces_do_not_mix(world: World) -> None:
-    store, other = world.open(), world.open(namespace=bytes(16))
-    store.write(name_of(1), content(name_of(1)))
-    assert read(other, name_of(1)) is StoreFailure.ABSENT
-    assert other.scan() == []
+class TestSharedStores(SharedStoreContract):
+    @pytest.fixture(autouse=True)
+    def _choose(self, world: World) -> None:
+        self.open = world.open  # type: ignore[method-assign]
 
 
 @every_persistent_kind

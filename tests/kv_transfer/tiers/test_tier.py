@@ -14,22 +14,8 @@ from typing_extensions import override
 from tandem.kv_transfer.tiers.base import Block, BlockName, StoreFailure
 from tandem.kv_transfer.tiers.memory import MemoryStore
 from tandem.kv_transfer.tiers.tier import MAX_PAUSE_S, Tier, TierRead
-from tests.support.store_world import (
-    BLOCK_BYTES,
-    DEADLINE_S,
-    KINDS,
-    PERSISTENT,
-    Clock,
-    World,
-    chain,
-    content,
-    digest_of,
-    get,
-    make_tier,
-    name_of,
-    put,
-    zeros,
-)
+from tandem.testing.store_contract import BLOCK_BYTES, chain, content, digest_of, name_of
+from tests.support.store_world import DEADLINE_S, KINDS, PERSISTENT, Clock, World, get, make_tier, put, zeros
 from tests.support.waiting import poll_until
 
 every_kind = pytest.mark.parametrize("world", KINDS, indirect=True)
