@@ -112,9 +112,8 @@ class ForeignStore(BlockStore):
         self.rescan_s = store.rescan_s
         self._check(self.rescan_s >= 1, f"rescan_s={self.rescan_s} must be 1 or more")
         self.shared_by = store.shared_by
-        self._check(
-            self.shared_by in ("worker", "host", "all"), f"shared_by={self.shared_by!r} must be worker, host or all"
-        )
+        is_known = self.shared_by in ("worker", "host", "all")
+        self._check(is_known, f"shared_by={self.shared_by!r} must be worker, host or all")
 
     def _check(self, condition: bool, what: str) -> None:
         if not condition:

@@ -19,7 +19,7 @@ NOT_COPIED = (*HIDDEN, "build", "dist", "*.egg-info", "*.so", "__pycache__", "be
 def built_wheel(folder: Path) -> Path:
     """The wheel, built from a copy: a build leaves folders behind, which the next build would take for sources."""
     shutil.copytree(REPOSITORY, folder / "source", symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source"))
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source"))
     (path,) = folder.glob("*.whl")
     return path
 
@@ -30,7 +30,7 @@ def installed_command(wheel: Path, folder: Path) -> str:
     python = str(folder / "bin" / "python")
     paths = {"base": str(folder), "platbase": str(folder)}
     (packages,) = {Path(sysconfig.get_path(name, vars=paths)) for name in ("purelib", "platlib")}
-    _pip("--python", python, "install", "--no-deps", "--no-index", str(wheel))
+    pip("--python", python, "install", "--no-deps", "--no-index", str(wheel))
     dependencies = folder / "dependencies"
     dependencies.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
@@ -59,7 +59,7 @@ def folder_of_our_names(folder: Path) -> Path:
     return folder
 
 
-def _pip(*arguments: str) -> None:
+def pip(*arguments: str) -> None:
     """Run pip without PYTHONPATH: it would take the metadata of the source tree for an installed Tandem."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-m", "pip", *arguments]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,6 +97,23 @@ def test_a_chain_comes_back_as_far_as_it_is_present(world: World) -> None:
     assert stats.seconds_in > 0
     assert stats.seconds_out > 0
     tier.check_integrity(idle=True)
+    tier.close()
+
+
+def test_loads_that_are_given_up_behind_a_hanging_read_keep_no_memory() -> None:
+    store = ScriptedStore()
+    tier = make_tier(store)
+    put(tier, chain(1, 2))
+    hanging, _ = hold(tier, store)
+    buffers = zeros()
+    late = tier.load(digests(1), buffers, timeout_s=0.0)
+    assert (late.is_done, late.failure) == (True, "late")
+    memory = weakref.ref(buffers)
+    del late, buffers
+    gc.collect()
+    assert memory() is None
+    store.go.set()
+    poll_until(tier, lambda: hanging.is_done)
     tier.close()
 
 
