@@ -116,9 +116,10 @@ def build_config(values: Values) -> ClusterConfig:
                 raise ConfigError(f"colocated is one worker for both roles; leave out {name}={values[name]}")
     managed = from_values(ManagedEngineConfig, values)
     if managed.is_managed and (unused := sorted(_OWN_ENGINE_ONLY & values.keys())):
+        remedy = "host_cache_gb and disk_cache_path, or its own flag" if unused[0] == "tier" else "its own flag"
         raise ConfigError(
             f"{unused[0]}={values[unused[0]]!r} is a setting of Tandem's own engine; give {managed.engine_kind} "
-            "its own flag in engine_args"
+            f"{remedy} in engine_args"
         )
     return from_values(
         ClusterConfig,

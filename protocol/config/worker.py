@@ -285,7 +285,7 @@ class TierConfig:
     kv_key_file: Annotated[
         str,
         Setting(
-            "File with the secret that proves who wrote a block to disk or object store; all hosts that share a store "
+            "File with the secret that proves who wrote a block to a store outside memory; all hosts that share one "
             "need the same. Empty = kv-key in the model cache, created at the first start.",
             TIERS,
             metavar="FILE",

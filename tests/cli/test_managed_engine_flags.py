@@ -13,6 +13,10 @@ from tandem.cli.main import run
         (["--engine=vllm", "--pool-bytes=1"], "pool_bytes=1 is a setting of Tandem's own engine; give vllm its own"),
         (["--engine=vllm", "--checksums=all"], "checksums='all' is a setting of Tandem's own engine"),
         (["--engine=vllm", "--copy-kv-tokens=4"], "copy_kv_tokens=4 is a setting of Tandem's own engine"),
+        (
+            ["--engine=vllm", "--tier=host:4GB"],
+            "tier=('host:4GB',) is a setting of Tandem's own engine; give vllm host_cache_gb and disk_cache_path, or",
+        ),
         (["--engine=vllm", "--disk-cache-gb=4"], "disk_cache_gb=4.0 is a setting of Tandem's own engine"),
         (["--engine=vllm", "--disk-cache-path=/tmp"], "disk_cache_path='/tmp': KV of a vLLM server goes to its disk"),
         (["--engine=vllm", "--host-cache-gb=4"], f"but {sys.executable} has no module vllm"),

@@ -20,7 +20,12 @@ HELM = Path(sys.executable).parent / "helm"
 EVERYTHING: Json = {
     "engine": {"model": "org/big-model", "dtype": "bfloat16", "pool_bytes": 40_000_000_000, "block_size": 32},
     "transfer": {"checksums": "all", "lease_ttl_s": 12.5},
-    "tiers": {"host_cache_gb": 1.5, "disk_cache_path": "/kv", "object_cache_codec": "int8"},
+    "tiers": {
+        "host_cache_gb": 1.5,
+        "disk_cache_path": "/kv",
+        "object_cache_codec": "int8",
+        "tier": ["s3://b/p?gb=5&codec=int8"],
+    },
     "router": {"port": 9000, "cors_allow_origins": ["a", "b"]},
     "cluster": {"num_prefill": 2, "num_decode": 2, "autoscale": False, "num_gpus_per_worker": 0.5},
     "worker": {"replicas": 4, "gpus": 1, "nodeSelector": {"gpu": "yes"}, "tolerations": [{"operator": "Exists"}]},

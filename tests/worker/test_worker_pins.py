@@ -184,21 +184,22 @@ def disk_and_host(folder: Path, **more: Any) -> TierConfig:
 
 @pytest.mark.parametrize("host_codec", ["raw", "int8"])
 async def test_after_a_restart_a_pin_is_served_from_host(host_codec: str, tiny_model: Path, tmp_path: Path) -> None:
-    tiers = disk_and_host(tmp_path, host_cache_codec=host_codec)
+    size = f"gb={500 * BLOCK_BYTES / 1e9}"
+    tiers = TierConfig(tier=(f"host:?{size}&codec={host_codec}&name=dram", f"disk:{tmp_path}?{size}&name=ssd"))
     tokens = prompt_of(random.Random(4), 12)
     await store(tiny_model, tiers, tokens)
     async with alone(tiny_model, tiers) as cluster:
         worker = cluster.worker("c")
         pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.HOST)
         await pin(cluster, "c", pinned)
-        await eventually(lambda: worker.parts.pins.load().num_blocks["host"] == 12)
-        assert await held(cluster, "c", "a") == {"pool": 0, "host": 12, "disk": 12}
-        assert worker.parts.pins.load().num_prefetched == {"host": 12}
-        num_disk_reads = (await tier(cluster, "c", "disk")).num_hits
+        await eventually(lambda: worker.parts.pins.load().num_blocks["dram"] == 12)
+        assert await held(cluster, "c", "a") == {"pool": 0, "dram": 12, "ssd": 12}
+        assert worker.parts.pins.load().num_prefetched == {"dram": 12}
+        num_disk_reads = (await tier(cluster, "c", "ssd")).num_hits
         again = await cluster.generate(tokens)
         assert again.num_cached_tokens == 12 * BLOCK_SIZE
-        assert (await tier(cluster, "c", "host")).num_hits == 12
-        assert (await tier(cluster, "c", "disk")).num_hits == num_disk_reads
+        assert (await tier(cluster, "c", "dram")).num_hits == 12
+        assert (await tier(cluster, "c", "ssd")).num_hits == num_disk_reads
         await cluster.call("c", lambda: worker.parts.pins.unpin("a"))
         await cluster.becomes_idle()
 

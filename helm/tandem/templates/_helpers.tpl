@@ -33,7 +33,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ ternary (print "--" $flag) (print "--no-" $flag) $value }}
 {{- else if kindIs "slice" $value }}
 {{- range $value }}
---{{ $flag }}={{ . }}
+'--{{ $flag }}={{ replace "'" "'\\''" . }}'
 {{- end }}
 {{- else if kindIs "float64" $value }}
 --{{ $flag }}={{ if eq $value (floor $value) }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}

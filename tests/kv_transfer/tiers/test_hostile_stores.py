@@ -28,6 +28,7 @@ from tandem.protocol.errors import ConfigError
 from tandem.testing.store_contract import KEY, NAMESPACE, StoreContract, chain, content, name_of, read
 from tests.support.store_world import Clock
 
+THOROUGH = [pytest.mark.slow, pytest.mark.timeout(900)]
 SIZE = 64
 CHAINS = [chain(1, 2, 3, 4), chain(1, 2, 5, 6, 7), chain(8, 9, 10, 11, 12)]
 SEALED_BYTES = SIZE + FOOTER_BYTES
@@ -223,7 +224,7 @@ def settings_of(num_blocks: int = 100, **said: Any) -> StoreSettings:
     return StoreSettings(spec=spec, block_bytes=SIZE, num_blocks=num_blocks, namespace=NAMESPACE, key=KEY, **said)
 
 
-@pytest.mark.parametrize("seeds", [range(500), pytest.param(range(500, 10_000), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(500), pytest.param(range(500, 10_000), marks=THOROUGH)], ids=str)
 def test_any_schedule_of_a_hostile_store_gives_misses_only(
     seeds: range, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

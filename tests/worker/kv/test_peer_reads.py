@@ -198,7 +198,7 @@ async def test_a_holder_that_the_prompt_goes_back_to_keeps_its_copy(tiny_model: 
 async def test_a_prompt_is_read_from_the_host_memory_of_a_peer(
     tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
+    tiers = TierConfig(tier=(f"host:?gb={500 * BLOCK_BYTES / 1e9}&name=dram",))
     rng = random.Random(2)
     engine = {"num_blocks": NUM_BLOCKS}
     async with running_cluster(tiny_model, TWO, engine=engine, tiers=tiers) as cluster:
@@ -207,6 +207,8 @@ async def test_a_prompt_is_read_from_the_host_memory_of_a_peer(
         for number in range(4):
             await ask(cluster, "a", prompt_of(rng, 14), request_id=f"flood {number}")
         await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
+        card = cluster.worker("a").reporter.card
+        assert [card.lends(holder) for holder in ("a", "a/dram", "a/host")] == [True, True, False]
         answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 12))
         assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
         assert cluster.worker("b").parts.cache.fetcher.stats().num_loaded_blocks["peer"] >= 10

@@ -28,6 +28,7 @@ from tests.support.answers import Expects
 from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, engine_config, prompt_of
 from tests.support.late_device import LateDevice
 from tests.support.scheduler_listener import FakeListener
+from tests.support.store_world import NUMA_NODES
 from tests.support.throttled_store import ThrottledStore
 
 pytestmark = pytest.mark.cluster
@@ -108,6 +109,9 @@ def tier_config(kind: str, folder: Path, codec: str = "raw") -> TierConfig:
         "disk": {"disk_cache_path": str(folder), "disk_cache_gb": size_gb, "disk_cache_codec": codec},
         "object": {"object_cache_url": folder.as_uri(), "object_cache_gb": size_gb, "object_cache_codec": codec},
     }
+    if kind in ("numa", "dax"):
+        place = "numa:0" if kind == "numa" else f"dax:{folder}/slab"
+        return TierConfig(tier=(f"{place}?gb={size_gb}&codec={codec}",))
     return TierConfig(**fields[kind])
 
 
@@ -117,8 +121,10 @@ def waits_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
 
 
-@pytest.fixture(params=["host", "disk", "object"])
+@pytest.fixture(params=["host", "numa", "dax", "disk", "object"])
 def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "numa" and not NUMA_NODES.exists():
+        pytest.skip("this kernel has no NUMA nodes")
     return str(request.param)
 
 
@@ -210,6 +216,30 @@ def test_a_slow_tier_is_overtaken_then_left_alone_and_comes_back(
     else:
         raise AssertionError("it did not come back")
     throttled.machine.close()
+
+
+@pytest.mark.usefixtures("waits_for_loads")
+def test_of_two_memories_the_one_that_proves_faster_is_loaded_from(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DRAM before CXL, in whatever order they were given."""
+    monkeypatch.setattr("tandem.worker.kv.fetcher._PROBE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_FACTOR", 1e6)
+    rng, engine = random.Random(21), make_engine(tiny_model)
+    tiers = create_tiers(TierConfig(tier=("host:?gb=0.01&name=cxl", "host:?gb=0.01&name=dram")), engine)
+    monkeypatch.setattr(tiers[0].tier._io, "_store", ThrottledStore(tiers[0].tier._store, latency_s=2e-3))
+    machine = Machine(engine, tiers)
+    token_ids, sources = prompt_of(rng, 20), []
+    for _ in range(5):
+        machine.serve(token_ids)
+        machine.settle()
+        machine.flood(rng)
+        records = [record for record in machine.cache.fetcher.records if record.loads]
+        sources = [load.source for load in records[-1].loads] if records else []
+    assert sources == ["dram"], "it has learned what the other costs"
+    costs = {load.name: load.block_s for load in machine.cache.loads()}
+    assert costs["dram"] < costs["cxl"] / 2
+    machine.close()
 
 
 @pytest.mark.usefixtures("waits_for_loads")
