@@ -47,7 +47,7 @@ class Plugins:
         """What `make` makes of a part. Whatever another package raises there becomes a `ConfigError` that names it."""
         if name in self._ours:
             return make()
-        made = outcome_of(make)
+        made = foreign_outcome(make)
         if not isinstance(made, Exception):
             return made
         if isinstance(made, ConfigError):
@@ -71,6 +71,11 @@ class Plugins:
             packages = " and ".join(sorted(map(_package, found)))
             raise ConfigError(f"{setting}: the packages {packages} both have a {name!r}; uninstall one of them")
         return found[0]
+
+
+def foreign_outcome(function: Callable[..., T], *arguments: object) -> T | Exception:
+    """What code of another package returns, or the exception that it raises."""
+    return outcome_of(function, *arguments)
 
 
 def _package(point: EntryPoint) -> str:

@@ -24,7 +24,7 @@ class PromptTokensDetails(msgspec.Struct, gc=False):
     cached_tokens: Annotated[int, Doc("Those that were not computed.")]
     cached_tokens_by_tier: Annotated[
         dict[str, int],
-        Doc("Where they were: `pool`, a tier by its name (such as `host`), or `peer` for another worker."),
+        Doc("Where they were: `pool`, a tier by its name, as `host`, or `peer` for another worker."),
     ]
 
 

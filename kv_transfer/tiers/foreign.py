@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFai
 from tandem.kv_transfer.tiers.seal import FOOTER_BYTES, make_seal
 from tandem.protocol.digest import DIGEST_BYTES
 from tandem.protocol.errors import ConfigError
-from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.load_prior import LoadPrior
+from tandem.protocol.plugins import foreign_outcome
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ class ForeignStore(BlockStore):
 
     @override
     def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:
-        found = self._call("read", self._seal.stored_name(name), np.empty(self._sealed_bytes, np.uint8))
+        room = np.empty(self._sealed_bytes, np.uint8)
+        found = self._call("read", self._store.read, self._seal.stored_name(name), room)
         if isinstance(found, StoreFailure):
             return found
         is_block = isinstance(found, np.ndarray) and (found.dtype, found.shape) == (np.uint8, (self._sealed_bytes,))
@@ -63,44 +64,42 @@ class ForeignStore(BlockStore):
     @override
     def write(self, name: BlockName, data: Block) -> StoreFailure | None:
         parts = [np.frombuffer(part, np.uint8) for part in self._seal.seal(name, data)]
-        return self._told("write", self._seal.stored_name(name), np.concatenate(parts))
+        return self._told("write", self._store.write, self._seal.stored_name(name), np.concatenate(parts))
 
     @override
     def delete(self, name: BlockName) -> StoreFailure | None:
-        return self._told("delete", self._seal.stored_name(name))
+        return self._told("delete", self._store.delete, self._seal.stored_name(name))
 
     @override
     def scan(self) -> Sequence[BlockName] | StoreFailure:
-        found = self._call("scan")
-        if isinstance(found, StoreFailure):
-            return found
-        names = outcome_of(self._names, found)
-        if isinstance(names, Exception):
-            return self._unreachable("scan", names)
+        names: Sequence[BlockName] | StoreFailure = self._call("scan", self._names)
         return names
 
     @override
     def close(self) -> None:
-        self._call("close")
+        self._call("close", self._store.close)
 
     @property
     def _sealed_bytes(self) -> int:
         return self.block_bytes + FOOTER_BYTES
 
-    def _call(self, what: str, *arguments: object) -> Any:
-        result = outcome_of(getattr(self._store, what), *arguments)
+    def _call(self, what: str, function: Callable[..., object], *arguments: object) -> Any:
+        result = foreign_outcome(function, *arguments)
         return self._unreachable(what, result) if isinstance(result, Exception) else result
 
-    def _told(self, what: str, *arguments: object) -> StoreFailure | None:
-        told = self._call(what, *arguments)
+    def _told(self, what: str, function: Callable[..., object], *arguments: object) -> StoreFailure | None:
+        told = self._call(what, function, *arguments)
         return told if told is None or isinstance(told, StoreFailure) else self._unreachable(what, told)
 
     def _unreachable(self, what: str, result: object) -> StoreFailure:
         logger.warning("%s: %s ended with %.200r", self._setting, what, result)
         return StoreFailure.UNREACHABLE
 
-    def _names(self, found: Any) -> list[BlockName]:
-        """The names among what a scan has found."""
+    def _names(self) -> list[BlockName] | StoreFailure:
+        """The names among what a scan finds."""
+        found: Any = self._store.scan()
+        if isinstance(found, StoreFailure):
+            return found
         return [self._seal.true_name(BlockName(*one)) for one in islice(found, self._max_listed) if _is_name(one)]
 
     def _take_over(self, store: BlockStore) -> None:

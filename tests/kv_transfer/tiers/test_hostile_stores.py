@@ -10,6 +10,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from tandem.kv_transfer.eviction import POLICIES
 from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure, StoreSettings
 from tandem.kv_transfer.tiers.foreign import ForeignStore
 from tandem.kv_transfer.tiers.io_threads import IoThreads
+from tandem.kv_transfer.tiers.key import StoreKey
 from tandem.kv_transfer.tiers.seal import FOOTER_BYTES
 from tandem.kv_transfer.tiers.tier import Tier, TierRead
 from tandem.protocol.config import parse_tier
@@ -219,9 +221,9 @@ class Schedule:
         self.tier.check_integrity()
 
 
-def settings_of(num_blocks: int = 100, **said: Any) -> StoreSettings:
+def settings_of(num_blocks: int = 100) -> StoreSettings:
     spec = parse_tier("acme://pool?gb=1", eviction="lru")
-    return StoreSettings(spec=spec, block_bytes=SIZE, num_blocks=num_blocks, namespace=NAMESPACE, key=KEY, **said)
+    return StoreSettings(spec=spec, block_bytes=SIZE, num_blocks=num_blocks, namespace=NAMESPACE, key=KEY)
 
 
 @pytest.mark.parametrize("seeds", [range(500), pytest.param(range(500, 10_000), marks=THOROUGH)], ids=str)
@@ -251,11 +253,23 @@ def test_any_schedule_of_a_hostile_store_gives_misses_only(
 class TestPlainStore(StoreContract):
     """The simplest store of another package keeps the contract."""
 
+    key = KEY
+
     @override
     def open(self, num_blocks: int = 100, namespace: bytes = NAMESPACE) -> BlockStore:
-        spec = parse_tier("acme://pool?gb=1", eviction="lru")
-        settings = StoreSettings(spec=spec, block_bytes=5000, num_blocks=num_blocks, namespace=namespace, key=KEY)
+        settings = replace(settings_of(num_blocks), block_bytes=5000, namespace=namespace, key=self.key)
         return ForeignStore(PlainStore(5000 + FOOTER_BYTES), settings)
+
+
+class TestEncryptedPlainStore(TestPlainStore):
+    key = StoreKey(KEY.secret, encrypts=True)
+
+    def test_the_other_package_sees_neither_blocks_nor_names(self) -> None:
+        store: Any = self.open()
+        store.write(name_of(1), content(name_of(1)))
+        ((seen, data),) = store._store.blocks.items()
+        assert seen.digest != name_of(1).digest
+        assert content(name_of(1)).tobytes()[:16] not in data.tobytes()
 
 
 def test_bytes_that_change_after_they_were_checked_are_not_served() -> None:
