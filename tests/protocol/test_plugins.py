@@ -14,7 +14,7 @@ from tandem.kv_transfer.transport.factory import create_transport
 from tandem.protocol.config import parse_tier
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.plugins import EVICTION_POLICIES, KV_STORES
-from tests.support.packages import install
+from tests.support.packages import install, write_package
 
 STORE = """
 from tandem.kv_transfer.eviction.lru import LRU
@@ -42,7 +42,8 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "tandem.kv_transports": {"acme": "acme_kv:transport"},
         "tandem.eviction_policies": {"acme-lru": "acme_kv:LRU"},
     }
-    install(monkeypatch, tmp_path, "acme-kv", points, acme_kv=STORE, acme_broken="raise OSError('no driver')")
+    write_package(tmp_path, "acme-kv", points, acme_kv=STORE, acme_broken="raise OSError('no driver')")
+    install(monkeypatch, tmp_path, "acme_kv", "acme_broken")
 
 
 @pytest.mark.usefixtures("acme")
@@ -82,7 +83,8 @@ def test_a_transport_that_cannot_be_made_is_named() -> None:
 
 def test_a_name_of_two_packages_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("one", "two"):
-        install(monkeypatch, tmp_path / package, package, {"tandem.kv_stores": {"twice": f"{package}:S"}})
+        write_package(tmp_path, package, {"tandem.kv_stores": {"twice": f"{package}:S"}})
+    install(monkeypatch, tmp_path)
     with pytest.raises(ConfigError, match="the packages one and two both have a 'twice'; uninstall one of them"):
         KV_STORES.check("twice", "tier='twice:1'")
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from tandem.testing.store_contract import StoreContract
 from tandem.worker.kv.tier_check import check_tiers
 from tandem.worker.kv.tiered_cache import create_tiers
 from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, prompt_of
+from tests.support.packages import install
 from tests.support.wheel import pip
 from tests.worker.kv.test_tiered_cache import Machine, make_engine
 
@@ -64,11 +62,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(packages)
-    importlib.invalidate_caches()
-    yield
-    sys.modules.pop("acme_kv", None)
+def _installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, packages, "acme_kv")
 
 
 class TestAcme(StoreContract):
