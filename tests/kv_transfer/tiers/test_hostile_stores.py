@@ -71,7 +71,7 @@ class HostileStore(PlainStore):
         flipped = other.copy()
         flipped[self._rng.randrange(SEALED_BYTES)] ^= 1
         shapes = (other[:-1], other[:0], np.append(other, other), other.astype(np.int64), other.reshape(1, -1))
-        return self._misbehave(true, other, flipped, *shapes, other.tobytes(), None, 7, *StoreFailure)
+        return self._misbehave(true, *[other, flipped] * 6, *shapes, other.tobytes(), None, 7, *StoreFailure)
 
     @override
     def write(self, name: BlockName, data: Block) -> Any:
@@ -94,7 +94,9 @@ class HostileStore(PlainStore):
         lies = [name_of(2, 1), name_of(9), name_of(1, 2), name_of(3, 3), name_of(4, 77), name_of(99)]
         garbage = [None, 1, "name", b"x", (b"", None), (b"1" * 16, b"2"), (b"1" * 16,), ("1" * 16, None)]
         endless: Iterator[Any] = itertools.cycle([*true, *lies, *garbage])
-        return self._misbehave(true, [*lies, *true], [*true, *garbage], [], endless, None, 5, {"a": 1}, *StoreFailure)
+        some = self._rng.sample(garbage, 1)
+        others = ([*lies, *true], [*true, *garbage], [*some, *true], [], endless, None, 5, {"a": 1})
+        return self._misbehave(true, *others, *StoreFailure)
 
     @override
     def close(self) -> None:
@@ -218,6 +220,7 @@ class Schedule:
         stored, removed = self.tier.take_events()
         self.listed = (self.listed | set(stored)) - set(removed)
         assert self.listed == set(self.tier.digests()), "events do not tell what the tier has"
+        assert all(type(digest) is bytes and len(digest) == 16 for digest in self.listed), "they cannot be sent"
         self.tier.check_integrity()
 
 
