@@ -45,7 +45,7 @@ class ForeignStore(BlockStore):
         self._take_over(store)
         if store.shared_by != "worker":
             host = _HOST_ID.read_text().strip() if store.shared_by == "host" else ""
-            self.identity = store.identity or f"{host}{settings.spec.url}#{settings.folder}"
+            self.identity = str(store.identity) or f"{host}{settings.spec.url}#{settings.folder}"
 
     @override
     def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:
@@ -107,7 +107,8 @@ class ForeignStore(BlockStore):
         self.prior = LoadPrior(*map(float, store.prior))
         self._check(all(0 < value < math.inf for value in self.prior), f"prior={store.prior} must be above 0")
         self.num_threads = store.num_threads
-        self._check(self.num_threads in range(1, _MAX_THREADS + 1), f"num_threads={self.num_threads!r} must be 1 to 64")
+        is_number = type(self.num_threads) is int and 1 <= self.num_threads <= _MAX_THREADS
+        self._check(is_number, f"num_threads={self.num_threads!r} must be from 1 to {_MAX_THREADS}")
         self.rescan_s = store.rescan_s
         self._check(self.rescan_s >= 1, f"rescan_s={self.rescan_s} must be 1 or more")
         self.shared_by = store.shared_by

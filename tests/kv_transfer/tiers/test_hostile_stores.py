@@ -291,8 +291,8 @@ def test_bytes_that_change_after_they_were_checked_are_not_served() -> None:
     ("said", "message"),
     [
         ({"block_bytes": 5}, "block_bytes=5 is not the size it got"),
-        ({"num_threads": 0}, "num_threads=0 must be 1 to 64"),
-        ({"num_threads": "2"}, "num_threads='2' must be 1 to 64"),
+        ({"num_threads": 0}, "num_threads=0 must be from 1 to 64"),
+        ({"num_threads": 2.0}, "num_threads=2.0 must be from 1 to 64"),
         ({"prior": (0.0, 1e9)}, r"prior=\(0.0, 1000000000.0\) must be above 0"),
         ({"rescan_s": 0.0}, "rescan_s=0.0 must be 1 or more"),
         ({"shared_by": "friends"}, "shared_by='friends' must be worker, host or all"),
