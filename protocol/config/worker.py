@@ -26,6 +26,7 @@ from tandem.protocol.settings import Setting, check_settings, require
 DEFAULT_MODEL = "smollm2-135m"
 _HEARTBEATS_PER_LEASE = 10
 MAX_DRAFT = 64  # tokens
+MAX_TIER_CHARS = 512  # routers know a store by its name
 GPU_MEMORY_SHARE = 0.9  # what workers take; the rest is for temporaries of steps, CUDA itself and fragmentation
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -63,7 +64,7 @@ def _is_store_url(url: str) -> bool:
 
 
 def _is_tier(text: str) -> bool:
-    return text.isprintable() and ":" in text
+    return text.isprintable() and ":" in text and len(text) <= MAX_TIER_CHARS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

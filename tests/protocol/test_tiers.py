@@ -45,6 +45,7 @@ def test_a_text_says_what_a_tier_is(text: str, expected: tuple[Any, ...]) -> Non
     [
         (["/ssd/kv"], "tier: '/ssd/kv' must be a kind of store, its place and options"),
         (["host:1GB\n"], "must be a kind of store"),
+        (["disk:/" + "x" * 600 + "?gb=1"], "must be a kind of store"),
         ([":4"], "tier=':4' must begin with a kind of store, such as host:64GB"),
         (["S3://b?gb=1"], "must begin with a kind of store"),
         (["disk:/kv"], "tier='disk:/kv' has no size: say how many GB it may hold, as gb=64"),
