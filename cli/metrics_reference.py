@@ -27,6 +27,7 @@ from tandem.router.workers.metrics import (
 )
 from tandem.runtime.tracing.export import SpanExport
 from tandem.scheduling.cache_sizing import CacheSizing
+from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.shadow import Shadow
 from tandem.scheduling.workers.registry import Registry
 
@@ -147,7 +148,7 @@ def _parts() -> dict[str, list[Any]]:
     ]
     serve = [
         WorkerCollector(registry),
-        CacheSizingCollector(CacheSizing(registry)),
+        CacheSizingCollector(CacheSizing(registry, CostModel())),
         PinCollector(cast(Any, SimpleNamespace(summary=lambda: pins)), registry),
     ]
     fleet = SimpleNamespace(engines=[], clock=time.monotonic)

@@ -60,7 +60,12 @@ def render(snapshot: Json, *, url: str, sort: str, width: int, height: int, noti
         decisions = _decisions(snapshot, num_decisions, width)
     num_left -= len(decisions)
     if num_left > 0:
-        move = [*_shadow_line(snapshot), *_autoscaler_lines(snapshot), *_error_line(snapshot)][:num_left]
+        move = [
+            *_shadow_line(snapshot),
+            *_advice_lines(snapshot),
+            *_autoscaler_lines(snapshot),
+            *_error_line(snapshot),
+        ][:num_left]
     num_left -= len(move)
     num_blanks = sum(map(bool, (pools, tiers, move, decisions))) + 1
     has_blanks = num_left >= num_blanks
@@ -176,6 +181,12 @@ def _shadow_line(snapshot: Json) -> Iterable[Text]:
     ranked = sorted(costs, key=costs.__getitem__, reverse=True)
     if shown := [f"{name} {_duration(costs[name])}" for name in ranked]:
         yield Text("a request would lose with  ", style="dim", no_wrap=True) + _clean(", ".join(shown))
+
+
+def _advice_lines(snapshot: Json) -> Iterable[Text]:
+    """Which sizes of the tiers would pay back, one line for each tier."""
+    for words in snapshot.get("curve", {}).get("advice", []):
+        yield Text("memory  ", style="dim", no_wrap=True) + _clean(words)
 
 
 def _error_line(snapshot: Json) -> Iterable[Text]:

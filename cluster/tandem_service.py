@@ -49,7 +49,7 @@ class TandemService(Service):
         self._tenants = tenants
         self._export = begin_decider_tracing(config.router)
         self._registry, index, costs = Registry(), PrefixIndex(), CostModel()
-        self._sizing = CacheSizing(self._registry)
+        self._sizing = CacheSizing(self._registry, costs)
         heartbeat_interval_s = config.transfer.heartbeat_interval_s
         self._workers = WorkerClient(
             self._registry, index, costs, config.router, heartbeat_interval_s=heartbeat_interval_s

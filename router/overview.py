@@ -203,6 +203,7 @@ def _curve(sizing: CacheSizing) -> Json:
         "block_bytes": report["block_bytes"],
         "points": points,
         "levels": levels,
+        "advice": [one["text"] for one in report["advice"]],
     }
 
 

@@ -5,6 +5,7 @@ Knows requests as digests; places nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tandem.protocol.messages import DISK_TIER
+from tandem.scheduling.cost_model import CostModel
+from tandem.protocol.load_prior import TIER_PRIORS
 from tandem.scheduling.miss_ratio import MissRatioCurve
+from tandem.scheduling.planning.advice import Worth, advise
 from tandem.scheduling.workers.workers import RegisteredWorker
 
 # The last hour's traffic has half the weight in the curve: long enough for conversations to return, short enough to
@@ -21,6 +25,8 @@ from tandem.scheduling.workers.workers import RegisteredWorker
 _HALF_LIFE_S = 3600.0
 _FADE_INTERVAL_S = 60.0
 _OCTAVES = range(-3, 6)  # reported sizes, relative to the present size of the pools
+_ADVISED = range(9)  # doublings of the present size on which advice is given
+_PLACES = ("pool", *TIER_PRIORS)  # from fast to slow
 
 
 class CacheSizing:
@@ -29,8 +35,11 @@ class CacheSizing:
     The model is one cache that all workers share. Each router knows only its own traffic.
     """
 
-    def __init__(self, workers: Iterable[RegisteredWorker], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, workers: Iterable[RegisteredWorker], costs: CostModel, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._workers = workers
+        self._costs = costs
         self._clock = clock
         self._curve = MissRatioCurve(block_size=1)  # until the first request shows the block size
         self._num_cached_tokens = 0.0  # fades with the curve
@@ -77,6 +86,39 @@ class CacheSizing:
             levels[name] += capacity_blocks
         return dict(levels)
 
+    def advice(self) -> list[dict[str, Any]]:
+        """For host memory and slower tiers: the size to have, what it would find, and whether that pays back.
+
+        Tiers faster than the largest one are left out, as all their blocks are found already. Nothing is said before
+        the traffic could have filled that one. A block counts as computed without context, which takes least.
+        """
+        levels = Counter({name: num for name, num in self.levels().items() if name in _PLACES})
+        is_full = self._curve.num_tokens >= max(levels.values()) * self._curve.block_size
+        if not (levels.total() and self._block_bytes and is_full):
+            return []
+        largest = max(levels, key=lambda name: (levels[name], _PLACES.index(name)))
+        slower = _PLACES[max(_PLACES.index(largest), 1) :]
+        return [self._advice(tier, max(levels.values()), levels[tier]) for tier in slower if self._is_known(tier)]
+
+    @property
+    def _block_bytes(self) -> int:
+        return max((worker.card.block_bytes for worker in self._workers), default=0)
+
+    def _is_known(self, tier: str) -> bool:
+        """An object store is advised on only where there is one: whether one could be had is not known."""
+        return tier != "object" or any(one.name == tier for worker in self._workers for one in worker.tiers)
+
+    def _advice(self, tier: str, base: int, present: int) -> dict[str, Any]:
+        capacities = [base << octave for octave in _ADVISED]
+        block_bytes = self._block_bytes
+        tiers = [one for worker in self._workers for one in worker.tiers if one.name == tier]
+        learned = [one.block_s for one in tiers if 0 < one.block_s < math.inf]  # inf: not reached now
+        load_s = min(learned, default=block_bytes / TIER_PRIORS[tier].bytes_per_s) / self._curve.block_size
+        compute_s = min(self._costs.steps(worker.card.kind).costs.prefill_token_s for worker in self._workers)
+        sizes = [float(num_blocks * block_bytes) for num_blocks in capacities]
+        worth = Worth(compute_s, load_s)
+        return advise(tier, sizes, self.hit_ratios(capacities), worth, present=float(present * block_bytes))
+
     def report(self) -> dict[str, Any]:
         """The curves around the configured sizes, of all traffic and of each tenant, as JSON."""
         return self.summary() | {"tenants": self._curve.report(_capacities(self.levels()))["tenants"]}
@@ -85,11 +127,12 @@ class CacheSizing:
         """The curve of all traffic around the configured sizes, as JSON."""
         levels = self.levels()
         capacities = _capacities(levels)
-        block_bytes = max((worker.card.block_bytes for worker in self._workers), default=0)
+        block_bytes = self._block_bytes
         return {
             "num_tokens": round(self._curve.num_tokens),
             "measured_hit_ratio": self._num_cached_tokens / max(1.0, self._curve.num_tokens),
             "block_bytes": block_bytes,
+            "advice": self.advice(),
             "capacities": [
                 {
                     "num_blocks": capacity,

@@ -42,7 +42,7 @@ class ModelQueue:
         self.admission_queue: AdmissionQueue[BookedAttempt] = AdmissionQueue(
             self.admission, fleet.registry, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
         )
-        self.sizing = CacheSizing(workers, clock=fleet.clock)
+        self.sizing = CacheSizing(workers, fleet.costs, clock=fleet.clock)
         self._clock = fleet.clock
 
     def placement_request(self, request: DispatchRequest) -> PlacementRequest:

@@ -153,6 +153,9 @@ class CacheSizingCollector:
         yield _by_key(GaugeMetricFamily, "tandem_cache_hit_ratio_predicted", text, ["capacity_blocks"], [([], ratios)])
         text, levels = "Blocks that fit into all workers together", self._sizing.levels()
         yield _by_key(GaugeMetricFamily, "tandem_cache_capacity_blocks", text, ["level"], [([], levels)])
+        text = "Share of prompt tokens that the advised size of this tier would find more; 0 = no size pays back"
+        gains = {one["tier"]: one["gain"] for one in self._sizing.advice()}
+        yield _by_key(GaugeMetricFamily, "tandem_cache_advised_gain", text, ["tier"], [([], gains)])
         yield CounterMetricFamily(
             "tandem_cache_observed_tokens",
             "Prompt tokens that the predictions are based on",

@@ -141,6 +141,12 @@ def test_the_autoscaler_does_not_contradict_itself() -> None:
     assert "would help too  add 1 prefill worker" in screen(snapshot_of(world))
 
 
+def test_the_size_that_pays_back_is_shown() -> None:
+    snapshot = snapshot_of(DashboardWorld(2))
+    words = "host 64 GB: +11.0 points, pays back; 128 GB: +0.4, does not"
+    assert f"memory  {words}\n" in screen({**snapshot, "curve": {**snapshot["curve"], "advice": [words]}})
+
+
 def test_errors_are_shown_by_status_and_the_curve_has_a_scale() -> None:
     snapshot = snapshot_of(DashboardWorld(2), num_requests=40)
     assert "errors of the last minute  429 x " in screen(snapshot)

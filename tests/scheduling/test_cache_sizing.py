@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from tandem.protocol.messages import Role, TierLoad
 from tandem.scheduling.cache_sizing import CacheSizing
+from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
 from tests.support.exact_miss_ratio import draw_digests
@@ -21,7 +25,7 @@ def make_registry(*num_blocks: int) -> Registry:
 
 
 def make_sizing(*num_blocks: int) -> CacheSizing:
-    return CacheSizing(make_registry(*num_blocks), clock=lambda: 0.0)
+    return CacheSizing(make_registry(*num_blocks), CostModel(), clock=lambda: 0.0)
 
 
 def observe(
@@ -49,7 +53,7 @@ def test_reports_sizes_around_the_pools() -> None:
 
 def test_tiers_count_by_owner() -> None:
     registry = Registry()
-    sizing = CacheSizing(registry, clock=lambda: 0.0)
+    sizing = CacheSizing(registry, CostModel(), clock=lambda: 0.0)
     for idx in range(2):
         stores = {"host": "", "disk": f"folder {idx}", "object": "s3://bucket"}
         add_ready(registry, make_card(f"w{idx}", Role.COLOCATED, num_blocks=10, tiers=stores))
@@ -66,7 +70,7 @@ def test_what_several_share_counts_once(stores: dict[str, str]) -> None:
     for worker_id in ("a", "b"):
         add_ready(registry, make_card(worker_id, tiers=stores))
         registry.note_tiers(worker_id, [tier("disk", 700)], None)
-    assert CacheSizing(registry).levels()["disk"] == 700
+    assert CacheSizing(registry, CostModel()).levels()["disk"] == 700
 
 
 def test_measured_beside_predicted() -> None:
@@ -81,7 +85,7 @@ def test_the_last_hour_of_traffic_is_half_of_the_curve() -> None:
     now = 0.0
     registry = Registry()
     add_ready(registry, make_card())
-    sizing = CacheSizing(registry, clock=lambda: now)
+    sizing = CacheSizing(registry, CostModel(), clock=lambda: now)
     for _ in range(2):
         for minute in range(0, 20 * 60, 2):
             now += 120.0
@@ -97,6 +101,50 @@ def test_a_burst_within_a_minute_does_not_fade() -> None:
     for _ in range(100):
         observe(sizing, BLOCKS[:10])
     assert sizing.report()["num_tokens"] == 16_000
+
+
+def observe_circle(sizing: CacheSizing, num_blocks: int) -> None:
+    """Three rounds through chains of ten blocks: an LRU cache finds nothing until all of them fit."""
+    for _ in range(3):
+        for start in range(0, num_blocks, 10):
+            observe(sizing, BLOCKS[start : start + 10])
+
+
+def test_advice_names_the_size_that_finds_more_and_the_next_that_does_not() -> None:
+    sizing = make_sizing(50)
+    observe_circle(sizing, 350)
+    host, disk = sizing.advice()
+    # 50 blocks double to 400, which hold all and find two of three rounds; a block has 16 * 23,040 bytes.
+    assert (host["tier"], host["recommended_bytes"]) == ("host", 400 * 16 * 23_040)
+    assert host["gain"] == pytest.approx(2 / 3, abs=0.05)
+    assert re.fullmatch(r"host 147 MB: \+6\d\.\d points, pays back; 295 MB: \+0\.0, does not", host["text"])
+    assert (disk["tier"], disk["gain"]) == ("disk", host["gain"])
+    assert sizing.report()["advice"] == [host, disk]
+
+
+def test_advice_waits_until_the_traffic_could_have_filled_the_caches() -> None:
+    sizing = make_sizing(1000)
+    observe(sizing, BLOCKS[:999])
+    assert sizing.advice() == []
+    observe(sizing, BLOCKS[:1])
+    assert [one["is_saturated"] for one in sizing.advice()] == [True, True]
+    assert make_sizing().advice() == []
+
+
+def test_advice_uses_the_learned_cost_of_a_tier_and_leaves_out_faster_ones() -> None:
+    registry = make_registry(50)
+    sizing = CacheSizing(registry, CostModel(), clock=lambda: 0.0)
+    observe_circle(sizing, 400)
+    slow = TierLoad(name="disk", capacity_blocks=100, block_s=10.0)
+    registry.note_tiers("w0", [slow, tier("host", 70)], None)
+    [disk] = sizing.advice()
+    assert (disk["tier"], disk["gain"]) == ("disk", 0.0)
+    assert "loading a token takes 625000 us" in disk["text"]
+    registry.note_tiers("w0", [msgspec.structs.replace(slow, block_s=math.inf)], None)  # out of reach now
+    [disk] = sizing.advice()
+    assert disk["gain"] > 0.6
+    registry.note_tiers("w0", [tier("object", 200)], None)
+    assert [one["tier"] for one in sizing.advice()] == ["object"]
 
 
 def test_another_block_size_starts_over() -> None:

@@ -205,7 +205,7 @@ async def running_cluster(
     `overrides`: engine fields by worker id.
     """
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
-    sizing = CacheSizing(registry)
+    sizing = CacheSizing(registry, costs)
     defaults = {"routing": "cost,pairs", "max_moves": 0, "max_worker_queue_s": 3600.0}
     config = RouterConfig(**defaults | (router or {}))
     client = WorkerClient(registry, index, costs, config, keys=ROUTER_KEYS)

@@ -57,7 +57,7 @@ class DashboardWorld:
     ) -> None:
         self.random = random.Random(seed)
         self.registry, self.index, self.costs = Registry(), PrefixIndex(), CostModel()
-        self.sizing = CacheSizing(self.registry)
+        self.sizing = CacheSizing(self.registry, self.costs)
         self.tenants = Tenants(named={name: TenantPolicy(weight=1.0 + place) for place, name in enumerate(tenants)})
         self.admission = FakeAdmission({name: TenantStats() for name in tenants})
         self.log = DecisionLog()

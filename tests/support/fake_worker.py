@@ -208,7 +208,7 @@ class FakeCluster:
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
-        self.sizing = CacheSizing(self.registry)
+        self.sizing = CacheSizing(self.registry, self.costs)
         self.client = WorkerClient(
             self.registry, self.index, self.costs, config, heartbeat_interval_s=heartbeat_interval_s
         )

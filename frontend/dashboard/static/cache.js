@@ -65,6 +65,7 @@ function showCurve(curve) {
     () => element("li", {}),
     (item, level) => setText(item, twiceOf(level)),
   );
+  reconcile(byId("advice"), curve.advice, (words) => words.split(" ")[0], () => element("li", {}), setText);
 }
 
 /** What twice a tier would buy, in words. */

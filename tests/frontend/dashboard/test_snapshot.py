@@ -82,6 +82,7 @@ async def test_tiers_show_their_sizes_and_the_curve_predicts_hit_ratios() -> Non
         assert 0 <= level["hit_ratio"] <= level["twice_hit_ratio"] <= 1
     sizes = [size for size, _ in last["curve"]["points"]]
     assert sizes == sorted(sizes)
+    assert isinstance(last["curve"]["advice"], list)
 
 
 async def test_history_is_a_minute_and_restarts_after_a_time_without_viewers() -> None:

@@ -8,6 +8,7 @@ from tandem.protocol.messages import FetchStats, LinkLoad, TierLoad, WorkerLoad
 from tandem.router.reservation import ReservationContext
 from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
 from tandem.scheduling.cache_sizing import CacheSizing
+from tandem.scheduling.cost_model import CostModel
 from tests.support.builders import make_registry
 
 TIER = TierLoad(
@@ -89,7 +90,7 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
 
 
 def test_predicted_hit_ratios_are_in_the_metrics() -> None:
-    sizing = CacheSizing(make_registry("a", "b"))
+    sizing = CacheSizing(make_registry("a", "b"), CostModel())
     for _ in range(2):
         sizing.observe([b"x" * 16], [], block_size=16, num_prompt_tokens=20, num_cached_tokens=0, tenant="search")
     metrics = CollectorRegistry()
@@ -103,6 +104,9 @@ def test_predicted_hit_ratios_are_in_the_metrics() -> None:
     ):
         assert line in text.splitlines(), f"{line} is not in\n{text}"
     assert text.count("tandem_cache_hit_ratio_predicted{") == 17
+    assert "tandem_cache_advised_gain{" not in text, "too little traffic for advice"
+    sizing.observe([b"y" * 16], [], block_size=16, num_prompt_tokens=8192 * 16, num_cached_tokens=0, tenant="search")
+    assert 'tandem_cache_advised_gain{tier="host"} 0.0' in generate_latest(metrics).decode().splitlines()
 
 
 def test_moves_are_counted_by_their_cause() -> None:

@@ -1,0 +1,1 @@
+"""A plan before buying: what a model's KV costs on a GPU, which memory pays, and advice on a running server."""
