@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer import rich_utils
 
-from tandem.cli import bench, chaos, chat, keys, model, replay, route, serve, top, version, workers
+from tandem.cli import bench, chaos, chat, keys, model, plan, replay, route, serve, top, version, workers
 from tandem.cli.options import printable
 from tandem.protocol.errors import ServingError
 from tandem.protocol.settings import rule_of
@@ -77,6 +77,7 @@ COMMANDS = (
     workers.restart,
     workers.add,
     bench.bench,
+    plan.plan,
     replay.replay,
     chaos.chaos,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ def replay(
     """
     _check_counts(workers, num_prefill, capacity)
     check_writable(output, report)
-    recorded = _read(trace, requests)
+    recorded = read_requests(trace, requests)
     if reference:
         if report is not None:
             raise ConfigError("--report needs the full simulation; leave --reference out")
@@ -190,10 +191,11 @@ def _cluster(worker_machine: str, workers: int, num_prefill: int, host_cache_gb:
     )
 
 
-def _read(trace: Path, num_requests: int) -> list[TraceRequest]:
+def read_requests(trace: Path, num_requests: int) -> list[TraceRequest]:
+    """The first requests of a trace, or all for 0. Raises `ConfigError` if it has fewer than two."""
     try:
-        requests = list(read_trace(trace))[: num_requests or None]
-    except (OSError, ValueError) as exc:
+        requests = list(itertools.islice(read_trace(trace), num_requests or None))
+    except (OSError, EOFError, RecursionError, ValueError, zlib.error) as exc:
         raise ConfigError(f"trace {trace} cannot be read: {exc}") from exc
     if len(requests) < 2:
         raise ConfigError(f"trace {trace} has {len(requests)} requests; a replay needs two or more")
@@ -240,7 +242,7 @@ def _ticks(progress: Progress, bar: TaskID) -> Callable[[], object]:
 
 def _print_summaries(outcomes: Sequence[Outcome], slo: Slo, console: Console) -> None:
     summaries = [summarize(outcome, slo) for outcome in outcomes]
-    _print_table(list(COLUMNS), [[write(summary) for write in COLUMNS.values()] for summary in summaries], console)
+    print_table(list(COLUMNS), [[write(summary) for write in COLUMNS.values()] for summary in summaries], console)
     if summaries[0].num_refused:
         console.print(f"{summaries[0].num_refused} requests are longer than a pool and were left out")
     wall_s, place_s = (sum(getattr(summary, name) for summary in summaries) for name in ("wall_s", "place_s"))
@@ -261,10 +263,11 @@ def _print_reference(results: Mapping[str, ReferenceResult], console: Console) -
         ]
         for name, result in results.items()
     ]
-    _print_table(headings, rows, console)
+    print_table(headings, rows, console)
 
 
-def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    """Print a table whose first column has texts, and the others numbers."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     for idx, heading in enumerate(headings):
         table.add_column(heading, justify="right" if idx else "left", no_wrap=True)

@@ -31,10 +31,10 @@ def check_plots() -> None:
         raise ConfigError("a report needs matplotlib: pip install 'tandem-serve[report]'") from exc
 
 
-def png_plots(draw: Mapping[str, Draw]) -> dict[str, bytes]:
+def png_plots(draw: Mapping[str, Draw], dpi: int = _DPI) -> dict[str, bytes]:
     """PNG files by name, each drawn by its function. Raises `ConfigError` without matplotlib."""
     check_plots()
-    return {name: _png(draw_on) for name, draw_on in draw.items()}
+    return {name: _png(draw_on, dpi) for name, draw_on in draw.items()}
 
 
 def html_page(
@@ -57,10 +57,10 @@ def html_page(
     )
 
 
-def _png(draw_on: Draw) -> bytes:
+def _png(draw_on: Draw, dpi: int) -> bytes:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=_SIZE_INCHES, dpi=dpi, layout="constrained")
     draw_on(figure.add_subplot())
     _finish(figure)
     image = io.BytesIO()

@@ -46,6 +46,10 @@ def _parse(fields: dict[str, object]) -> TraceRequest:
         and isinstance(block_ids, list)
     ):
         raise TypeError(f"a field of {fields} has the wrong type")
+    if not (0 <= timestamp < 1e15 and 0 < num_prompt_tokens < 1 << 40 and 0 <= num_output_tokens < 1 << 40):
+        raise ValueError(f"{timestamp} ms, {num_prompt_tokens} and {num_output_tokens} tokens")
+    if not all(isinstance(one, int) and 0 <= one < 1 << 63 for one in block_ids):
+        raise TypeError("a block id is not a whole number from 0 to 2^63")
     if len(block_ids) > -(-num_prompt_tokens // TRACE_BLOCK_SIZE):
         raise ValueError(f"{len(block_ids)} blocks for {num_prompt_tokens} tokens")
     return TraceRequest(timestamp / 1e3, num_prompt_tokens, num_output_tokens, tuple(block_ids))

@@ -254,6 +254,11 @@ class TransferModel:
         """Moving average of the prediction's relative error."""
         return self._model.relative_error
 
+    @property
+    def num_measurements(self) -> int:
+        """Transfers learned from."""
+        return self._model.num_measurements
+
     def observe(self, num_bytes: float, duration_s: float) -> None:
         """Learn from one transfer; implausible ones are ignored."""
         if self._model.observe((1.0, num_bytes), duration_s):
@@ -345,6 +350,7 @@ class CostModel:
             f"{source} -> {target}": {
                 **model.costs._asdict(),
                 "relative_error": model.relative_error,
+                "num_measurements": model.num_measurements,
             }
             for (source, target), model in self._transfers.items()
         }

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.loadtest.traces import TraceRequest
+from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.scheduling.cost_model import prefill_attention
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import Machine
@@ -74,3 +74,24 @@ def _prefill_s(machine: Machine, num_tokens: int, chunk: int) -> float:
     costs = machine.costs
     work_s = costs.prefill_token_s * num_tokens + costs.attention_s * prefill_attention(num_tokens, 0)
     return costs.base_s * num_tokens / chunk + work_s
+
+
+def chats(num_requests: int, rng: random.Random) -> list[TraceRequest]:
+    """A made-up load for where there is no trace: conversations with one system prompt, one request a second.
+
+    1,024 shared tokens; about 4 turns, half a minute apart; about 400 tokens of each question and 300 of each answer.
+    """
+    requests: list[TraceRequest] = []
+    ids = itertools.count(2)
+    begun_s = 0.0
+    while len(requests) < 2 * num_requests:  # later ones of long conversations are cut off below
+        begun_s += rng.expovariate(0.25)
+        arrival_s, num_tokens, blocks = begun_s, 2 * TRACE_BLOCK_SIZE, [0, 1]
+        for _ in range(min(int(rng.expovariate(0.25)) + 1, 16)):
+            num_tokens += int(rng.lognormvariate(5.7, 0.8)) + 1
+            num_answer = int(rng.lognormvariate(5.4, 0.8)) + 1
+            blocks += [next(ids) for _ in range(-(-num_tokens // TRACE_BLOCK_SIZE) - len(blocks))]
+            requests.append(TraceRequest(arrival_s, num_tokens, num_answer, tuple(blocks)))
+            arrival_s += num_answer * 0.03 + rng.expovariate(1 / 30)
+            num_tokens += num_answer
+    return sorted(requests, key=lambda request: request.arrival_s)[:num_requests]

@@ -82,6 +82,8 @@ def geometry_of(fields: Mapping[str, Any], name: str, *, kv_element_bytes: int =
     or absurd.
     """
     config = _Fields(fields, name)
+    if fields.get("is_encoder_decoder"):
+        raise ConfigError(f"model={name!r} is an encoder-decoder; plan for a decoder model")
     layers = tuple(_layers(config))
     if not any(layer.token_elements or layer.state_elements for layer in layers):
         raise ConfigError(f"model={name!r}: no layer of its config.json keeps KV or a state; plan for a decoder model")
@@ -298,6 +300,6 @@ def _weight_bytes(config: _Fields, dtype_bytes: float) -> float:
     if not isinstance(quantization, Mapping):
         return dtype_bytes
     method = str(quantization.get("quant_algo") or quantization.get("quant_method") or "")
-    named = re.search(r"(?:fp|int)(\d+)|'num_bits': (\d+)|'load_in_(\d)bit': True", f"{method} {quantization}".lower())
+    named = re.search(r"(?:fp|int)(\d+)|'num_bits': (\d+)|'load_in_(\d)bit': true", f"{method} {quantization}".lower())
     bits = quantization.get("bits") or quantization.get("w_bit") or (named and int(next(filter(None, named.groups()))))
     return bits / 8 if isinstance(bits, int) and 1 <= bits <= 32 else dtype_bytes

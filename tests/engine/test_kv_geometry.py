@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from tandem.cli.plan import read_geometry
 from tandem.engine.attention.interface import ATTENTION_NAME, register
 from tandem.engine.kv_geometry import measure_kv
 from tandem.engine.loader import load_model
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
-from tests.support.architectures import load_plain
+from tests.support.architectures import SERVED, WRAPPERS, Family, auto_class, load_plain
 
 
 @pytest.fixture
@@ -38,6 +40,19 @@ def test_the_geometry_is_that_of_what_layers_attend_with(
     model = load_model(EngineConfig(model=str(model_folder(name)), dtype="float32", device="cpu"))
     assert (model.num_layers, model.num_kv_heads, model.head_dim) == expected
     assert model.dtype is torch.float32
+
+
+@pytest.mark.parametrize("family", [*SERVED.values(), *WRAPPERS.values()], ids=[*SERVED, *WRAPPERS])
+def test_a_plan_reads_the_same_bytes_from_the_config_alone(family: Family, tmp_path: Path) -> None:
+    register()
+    config = getattr(transformers, family.config)(**family.settings)
+    config.save_pretrained(tmp_path)
+    measured = measure_kv(auto_class(config).from_config(config, dtype=torch.bfloat16).eval())
+    token_bytes = measured.num_layers * 2 * measured.num_kv_heads * measured.head_dim * measured.dtype.itemsize
+    geometry = read_geometry(str(tmp_path))
+    kept = geometry.kv_bytes(1 << 20) / (1 << 20)
+    assert geometry.pool_token_elements * measured.dtype.itemsize == token_bytes
+    assert 0 < kept * 2 / geometry.kv_element_bytes <= token_bytes
 
 
 def test_attention_is_paged_again_afterwards(llama: Any) -> None:

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from tandem.protocol.errors import ConfigError
+from tandem.scheduling.planning.geometry import Geometry, geometry_of
+from tandem.scheduling.planning.hardware import GPUS, Efficiency, gpu_named
+from tandem.scheduling.planning.roofline import PlannedWorker, plan_worker, scaled, step_costs
+from tandem.simulator.machine import MACHINES
+from tests.support.published_models import PUBLISHED
+
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+
+
+def geometry(name: str, **changes: object) -> Geometry:
+    return geometry_of(PUBLISHED[name] | changes, name)
+
+
+def worker(name: str, gpu: str, num_gpus: int = 0, **changes: object) -> PlannedWorker:
+    return plan_worker(geometry(name, **changes), GPUS[gpu], num_gpus)
+
+
+def test_the_costs_are_those_that_the_simulators_machine_was_given_by_hand() -> None:
+    planned, by_hand = worker("llama-8b", "h200").costs, MACHINES["h200-8b"].costs
+    for name in ("base_s", "attention_s", "kv_token_s"):
+        assert getattr(planned, name) == pytest.approx(getattr(by_hand, name), rel=0.03), name
+    # The embedding table and the head, an eighth of the model, are no work of a prompt's tokens.
+    assert planned.prefill_token_s == pytest.approx(by_hand.prefill_token_s * 7.0 / 8.0, rel=0.03)
+
+
+def test_prefill_is_the_roofline_of_the_design() -> None:
+    """2 * active parameters * n + 2 * layers * heads * width * n^2 FLOP, at what is reached of the data sheet."""
+    planned, gpu, efficiency, n = worker("llama-8b", "h200"), GPUS["h200"], Efficiency(), 32_768
+    linear_s = 2 * planned.geometry.num_active_params * n / (efficiency.products * gpu.bf16_flops)
+    attention_s = 2 * 32 * 32 * 128 * n**2 / (efficiency.attention * gpu.bf16_flops)
+    chunks_s = 4 * planned.costs.base_s
+    assert planned.prefill_s(n) == pytest.approx(linear_s + attention_s + chunks_s)
+    assert planned.prefill_s(n) == pytest.approx(planned.prefill_s(n // 2) + planned.prefill_s(n // 2, n // 2))
+
+
+def test_a_million_tokens_of_maverick_are_restored_in_milliseconds_and_computed_in_far_longer() -> None:
+    """Micron's table (2025, DGX B200, FP8): 15 ms from memory, 140 ms from NVMe, over 2 minutes computed.
+
+    It counts 15.6 GB of KV; the config's 12 layers without chunks make 25.2 GB, so times here are 1.6 times as long.
+    Its two minutes are those of attention in full in every layer, without the causal mask: chunks need a fifth.
+    """
+    maverick = geometry_of(PUBLISHED["llama-4-maverick"] | FP8, "m", kv_element_bytes=1)
+    eight = plan_worker(maverick, GPUS["b200"], 8)
+    num_bytes = maverick.kv_bytes(1e6)
+    assert num_bytes == pytest.approx(25.2e9, rel=0.01)
+    assert num_bytes / (8 * 128e9) == pytest.approx(15e-3 * 25.2 / 15.6, rel=0.05)  # PCIe 5, both directions
+    assert num_bytes / (8 * 14e9) == pytest.approx(140e-3 * 25.2 / 15.6, rel=0.05)  # eight drives of PCIe 5
+    assert eight.prefill_s(1e6) == pytest.approx(22, rel=0.05)
+    full = geometry_of(PUBLISHED["llama-4-maverick"] | FP8 | {"layer_types": ["full_attention"] * 48}, "m")
+    in_full = plan_worker(full, GPUS["b200"], 8)
+    assert in_full.prefill_s(1e6) + in_full.costs.attention_s * 1e12 / 2 > 120
+    assert eight.restore_s("disk", 1e6) < 0.03 * eight.prefill_s(1e6)
+    assert eight.restore_s("host", 1e6) < 0.003 * eight.prefill_s(1e6)
+
+
+def test_eight_h100_hold_ten_contexts_of_128k_of_a_70b() -> None:
+    node = worker("llama-70b", "h100", 8)
+    assert node.kv_bytes(131_072) == pytest.approx(42.95e9, rel=0.001)
+    assert node.num_contexts(131_072) == 10
+    assert 9 < node.prefill_s(131_072) < 15
+
+
+def test_a_tier_pays_from_its_break_even_on() -> None:
+    planned = worker("llama-8b", "b200")
+    point = planned.break_even("object")
+    assert point == 1 << 19
+    assert planned.restore_s("object", point) < planned.prefill_s(point)
+    assert planned.restore_s("object", point / 2) >= planned.prefill_s(point / 2)
+    assert planned.break_even("host") == 1
+    rate = planned.break_even_rate(65_536)
+    assert rate == pytest.approx(planned.kv_bytes(65_536) / planned.prefill_s(65_536))
+
+
+def test_more_ranks_compute_faster_but_not_as_many_times() -> None:
+    one, four = (worker("llama-8b", "h100", ranks).prefill_s(8192) for ranks in (1, 4))
+    assert one / 4 < four < one / 2
+    assert worker("llama-70b", "h200").num_gpus == 2
+    assert worker("deepseek-v3", "h200", **FP8).num_gpus == 8
+
+
+def test_experts_are_read_as_far_as_the_batch_draws_them() -> None:
+    sparse = worker("qwen3-30b-a3b", "h200").costs
+    dense = geometry("qwen3-30b-a3b")
+    read_s = dense.checkpoint_bytes / (0.8 * GPUS["h200"].bytes_per_s)
+    assert sparse.base_s < 0.25 * read_s
+    assert 0.9 * read_s < sparse.step_s(64.0, 0.0) < 1.4 * read_s
+
+
+def test_learned_costs_are_scaled_by_the_ratio_of_predictions() -> None:
+    small, large = (step_costs(geometry("llama-8b"), GPUS[gpu], 1, Efficiency()) for gpu in ("h100", "b200"))
+    learned = small._replace(base_s=2 * small.base_s)
+    assert scaled(small, small, large) == pytest.approx(large)
+    assert scaled(learned, small, large).base_s == pytest.approx(2 * large.base_s)
+    assert scaled(learned, small._replace(kv_token_s=0.0), large).kv_token_s == large.kv_token_s
+
+
+def test_what_does_not_fit_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"need 32 of these GPUs a worker.*quantized checkpoint"):
+        worker("deepseek-v3", "h100")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=1 gives 72 GB for weights of 141 GB; raise it"):
+        worker("llama-70b", "h100", 1)
+    with pytest.raises(ConfigError, match="engine=tandem cannot serve"):
+        plan_worker(geometry("qwen3-next-80b"), GPUS["h200"], is_own_pool=True)
+    with pytest.raises(ConfigError, match=r"gpu='abacus' is unknown; choose one of a100"):
+        gpu_named("abacus")
+    assert gpu_named("H200") is GPUS["h200"]
