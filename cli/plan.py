@@ -18,7 +18,6 @@ from tandem.cli.http_client import error_message, server_client
 from tandem.cli.options import ApiKey, Report, check_writable, progress_bars, write_report, write_result
 from tandem.cli.replay import print_table, read_requests
 from tandem.cluster.model_store import resolve_model, served_name
-from tandem.engine.architecture import load_config, text_config
 from tandem.loadtest.html_report import check_plots, html_page
 from tandem.loadtest.stats import without_nan
 from tandem.loadtest.traces import TraceRequest
@@ -36,6 +35,7 @@ from tandem.simulator.shapes import ATTAINMENT, ShapeSearch, machine_of
 
 _MAX_CURVE_REQUESTS = 20_000  # of a trace, for the curve of hits
 _READ_TIMEOUT_S = 10.0
+_SHORT = 20  # multiples of the SLO's TTFT: a capacity is too high by about the inverse
 _SHOWN_CONTEXTS = (1 << 10, 1 << 13, 1 << 16, 1 << 17, 1 << 20)
 
 Engine = Literal["tandem", "vllm", "sglang"]
@@ -170,6 +170,8 @@ def read_geometry(model: str) -> Geometry:
 
 def _config_fields(folder: Path, name: str) -> dict[str, Any]:
     """Fields under transformers' names, with its defaults; as they are in the file for a type it does not know."""
+    from tandem.engine.architecture import load_config, text_config  # transformers takes a second
+
     try:
         config = load_config(folder)
     except ConfigError as exc:
@@ -273,7 +275,16 @@ def _facts(worker: PlannedWorker, hardware: str, load: _Load, answer: ShapePlan,
         "gap": f"{gap['useful_bytes']} of KV are worth keeping, {gap['pool_bytes']} fit into the pools; the other hits "
         f"need {gap['restore_bytes_per_s']}/s, host memory gives {gap['host_bytes_per_s']}/s",
         "workers for the load": "; ".join(needed) or "none are enough",
+        **_caution(load, answer),
     }
+
+
+def _caution(load: _Load, answer: ShapePlan) -> dict[str, str]:
+    """A queue grows slowly: over a short time a pace that is too high meets the SLO."""
+    shortest_s = len(load.simulated) / max(*(one.rate for one in answer.served), 1e-9)
+    if shortest_s > _SHORT * answer.slo.ttft_s:
+        return {}
+    return {"caution": f"at the highest pace the simulated requests last {shortest_s:.3g} s; raise --requests"}
 
 
 def _from_text(point: int | None) -> str:

@@ -60,7 +60,7 @@ def memory_for(
 ) -> Memory:
     """Which tiers and sizes pay for these requests at this rate, beside the pools of so many workers.
 
-    A token is priced at the mean depth of a prompt.
+    Each tier is judged as if it were the only one; a token is priced at the mean depth of a prompt.
     """
     curve = MissRatioCurve(TRACE_BLOCK_SIZE)
     digests: dict[int, bytes] = {}

@@ -66,7 +66,7 @@ def draw_hits(axes: Axes, memory: Memory) -> None:
     for one in memory.advice:
         if one["gain"] > 0:
             place = list(memory.num_bytes).index(one["recommended_bytes"])
-            label = f"{_NAMES.get(one['tier'], one['tier'])} {size_text(one['recommended_bytes'])}"
+            label = f"{one['tier']} {size_text(one['recommended_bytes'])}"
             axes.plot(
                 sizes[place], 100 * memory.hits[place], "o", color=_COLORS.get(one["tier"]), markersize=9, label=label
             )

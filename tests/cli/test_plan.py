@@ -61,6 +61,7 @@ def test_a_plan_is_printed_and_written(
     screen, found = capsys.readouterr().out, json.loads(output.read_text())
     assert "8.03 B parameters, 16 GB of weights; KV 131,072 B a token" in screen
     assert found["verdict"] in screen.replace("\n", " ")
+    assert "raise --requests" in found["facts"]["caution"], "60 requests are few"
     assert found["break_even_tokens"]["host"] == 1
     assert [one["shape"] for one in found["shapes"]] == ["2 colocated", "1P1D"]
     one = found["shapes"][0]
@@ -114,7 +115,7 @@ def test_learned_costs_take_the_place_of_data_sheets(
     assert json.loads(output.read_text())["worker"]["costs"]["kv_token_s"] == pytest.approx(4e-8 * 4.8 / 8.0)
     live(body(pools(model="another")), 200)
     assert plan(*common) == 2
-    assert "serves 'another', not 'm'; name it by --from-model" in capsys.readouterr().err
+    assert "serves 'another', not 'm'; name that model by --from-model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_an_slo_that_nothing_meets_has_no_capacity() -> None:
 
 
 def test_the_fewest_workers_are_found_from_any_guess() -> None:
-    rate = 20.0
+    rate = 80.0
     enough = [n for n in range(1, 13) if SEARCH.serve(Shape(0, n), rate).is_good]
     for guess in (1, 5, 12):
         served = SEARCH.least_workers(Shape(0, 1), rate, guess)
