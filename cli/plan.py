@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from tandem.cli.http_client import error_message, server_client
-from tandem.cli.options import ApiKey, Report, check_writable, progress_bars, write_report, write_result
+from tandem.cli.options import ApiKey, Report, check_writable, printable, progress_bars, write_report, write_result
 from tandem.cli.replay import print_table, read_requests
 from tandem.cluster.model_store import resolve_model, served_name
 from tandem.loadtest.html_report import check_plots, html_page
@@ -310,7 +311,7 @@ def _shape_rows(answer: ShapePlan, worker: PlannedWorker, output_tokens: float, 
 def _print(facts: dict[str, str], worker: PlannedWorker, rows: Sequence[Sequence[str]], verdict: str) -> None:
     console = Console(highlight=False)
     for name, text in facts.items():
-        console.print(f"[dim]{name}:[/] {text}", soft_wrap=True)
+        console.print(f"[dim]{name}:[/] {escape(printable(text))}", soft_wrap=True)
     console.print()
     names = ["prefill", "transfer", *worker.tiers]
     shown = [row for row in contexts(worker) if row["num_tokens"] in _SHOWN_CONTEXTS]

@@ -108,6 +108,10 @@ def test_learned_costs_take_the_place_of_data_sheets(
     found = json.loads(output.read_text())
     assert found["worker"]["costs"]["kv_token_s"] == 4e-8
     assert found["shapes"][0]["joules_per_token"] is None
+    live(body(pools(kind="cpu-9 [red]\x1b[2J")), 200)
+    assert plan(*common) == 0
+    assert "cpu-9 [red]\\x1b[2J, learned from 900 steps" in capsys.readouterr().out
+    live(body(pools(kind="cpu-9")), 200)
     assert plan(*common, "--gpu=h200") == 2
     assert "runs on 'cpu-9', whose data sheet is not known" in capsys.readouterr().err
     live(body(pools()), 200)
