@@ -26,7 +26,7 @@ from tandem.protocol.errors import ConfigError
 from tandem.scheduling.planning.advice import size_text
 from tandem.scheduling.planning.geometry import Geometry, geometry_of
 from tandem.scheduling.planning.hardware import GPUS, gpu_named
-from tandem.scheduling.planning.learned import Learned, calibrated, learned_from, live_worker
+from tandem.scheduling.planning.learned import calibrated, learned_from, live_worker
 from tandem.scheduling.planning.roofline import PlannedWorker, plan_worker
 from tandem.simulator.arrivals import chats, spread
 from tandem.simulator.measures import Slo
@@ -200,36 +200,31 @@ def _worker(
     model: str, gpu: str, ranks: int, engine: Engine, url: str, from_model: str, api_key: str
 ) -> tuple[PlannedWorker, str]:
     """The worker to plan with, and where its figures come from."""
-    geometry = read_geometry(model)
-    if not gpu and not url:
-        raise ConfigError(f"gpu='' names no accelerator; give --gpu, one of {', '.join(GPUS)}, or --from URL")
-    planned = plan_worker(geometry, gpu_named(gpu), ranks, is_own_pool=engine == "tandem") if gpu else None
+    geometry, is_own_pool = read_geometry(model), engine == "tandem"
     if not url:
-        assert planned is not None
+        if not gpu:
+            raise ConfigError(f"gpu='' names no accelerator; give --gpu, one of {', '.join(GPUS)}, or --from URL")
+        planned = plan_worker(geometry, gpu_named(gpu), ranks, is_own_pool=is_own_pool)
         return planned, f"{planned.num_gpus} x {gpu}, by its data sheet"
     learned = learned_from(_pools(url, api_key), url)
-    _check_model(learned, model, from_model, url)
-    if planned is None:
-        return live_worker(learned, geometry, url), f"{learned.kind}, learned from {learned.num_steps:,} steps"
-    if not learned.gpu_name:
-        raise ConfigError(
-            f"from={url} runs on {learned.kind[:60]!r}, whose data sheet is not known, so its costs cannot be scaled "
-            f"to gpu={gpu!r}; leave --gpu out to plan for that machine"
-        )
-    live_geometry = read_geometry(from_model) if from_model else geometry
-    live = plan_worker(live_geometry, GPUS[learned.gpu_name], learned.num_gpus, is_own_pool=engine == "tandem")
-    text = f"{planned.num_gpus} x {gpu}, scaled from {learned.kind} and its {learned.num_steps:,} steps"
-    return calibrated(planned, live, learned), text
-
-
-def _check_model(learned: Learned, model: str, from_model: str, url: str) -> None:
     expected = served_name(from_model or model)
     if learned.model and learned.model not in (expected, os.path.basename(expected)):
         raise ConfigError(
             f"from={url} serves {learned.model[:80]!r}, not {expected!r}; name that model by --from-model"
         )
-    if from_model and served_name(from_model) != served_name(model) and not learned.gpu_name:
-        raise ConfigError(f"from={url} serves another model on hardware without a data sheet; plan for that model")
+    if not gpu and not from_model:
+        return live_worker(learned, geometry, url), f"{learned.kind}, learned from {learned.num_steps:,} steps"
+    if not learned.gpu_name:
+        raise ConfigError(
+            f"from={url} runs on {learned.kind[:60]!r}, whose data sheet is not known, so its costs cannot be scaled; "
+            "leave --gpu and --from-model out to plan for that server"
+        )
+    live_geometry = read_geometry(from_model) if from_model else geometry
+    live = plan_worker(live_geometry, GPUS[learned.gpu_name], learned.num_gpus, is_own_pool=is_own_pool)
+    gpu = gpu or learned.gpu_name
+    planned = plan_worker(geometry, gpu_named(gpu), ranks, is_own_pool=is_own_pool)
+    text = f"{planned.num_gpus} x {gpu}, scaled from {learned.kind} and its {learned.num_steps:,} steps"
+    return calibrated(planned, live, learned), text
 
 
 def _pools(url: str, api_key: str) -> bytes:

@@ -117,6 +117,9 @@ def test_learned_costs_take_the_place_of_data_sheets(
     live(body(pools()), 200)
     assert plan(*common, "--gpu=b200") == 0
     assert json.loads(output.read_text())["worker"]["costs"]["kv_token_s"] == pytest.approx(4e-8 * 4.8 / 8.0)
+    other = save(tmp_path / "other", PUBLISHED["llama-70b"] | {"max_position_embeddings": 131_072})
+    assert plan(*common, f"--model={other}", f"--from-model={folder}") == 0  # the last --model counts
+    assert json.loads(output.read_text())["worker"]["num_gpus"] == 2
     live(body(pools(model="another")), 200)
     assert plan(*common) == 2
     assert "serves 'another', not 'm'; name that model by --from-model" in capsys.readouterr().err
