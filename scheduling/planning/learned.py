@@ -108,7 +108,10 @@ def learned_from(body: bytes, url: str) -> Learned:
     try:
         pools = msgspec.json.decode(body, type=_Pools)
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise ConfigError(f"from={url}: its /v1/pools is not that of this version of Tandem ({exc})") from exc
+        raise ConfigError(
+            f"from={url}: its /v1/pools is not that of this version of Tandem ({exc}); a server with API keys shows it "
+            "to an operator's key only"
+        ) from exc
     if not pools.costs.steps:
         raise ConfigError(f"from={url} has computed nothing yet; send it load first: tandem bench --url {url}")
     kind, steps = max(pools.costs.steps.items(), key=lambda item: item[1].num_measurements)

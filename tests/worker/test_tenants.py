@@ -224,7 +224,7 @@ async def test_a_tenant_is_shown_its_own_and_an_operator_everything(text_model: 
         assert await tenants("sk-ops", x_tandem_tenant="b") == ["b"]
         pools = (await server.ask("GET", "/v1/pools", "sk-a")).json()
         (worker,) = pools["roles"]["colocated"]
-        assert (pools.keys(), worker) == ({"roles"}, {"worker_id": "c", "state": "ready"})
+        assert (pools.keys(), worker) == ({"roles"}, {"worker_id": "c", "model": "tiny", "state": "ready"})
         everything = (await server.ask("GET", "/v1/pools", "sk-ops")).json()
         assert {"a", "b"} <= everything["admission"]["tenants"].keys()
         assert set(everything["cache_sizing"]["tenants"]) == {"a", "b"}
