@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from tandem.protocol.load_prior import TIER_PRIORS
 from tandem.protocol.messages import DISK_TIER
 from tandem.scheduling.cost_model import CostModel
-from tandem.protocol.load_prior import TIER_PRIORS
 from tandem.scheduling.miss_ratio import MissRatioCurve
 from tandem.scheduling.planning.advice import Worth, advise
 from tandem.scheduling.workers.workers import RegisteredWorker

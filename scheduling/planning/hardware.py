@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.protocol.errors import ConfigError
-from tandem.scheduling.load_cost import LoadPrior
+from tandem.protocol.load_prior import LoadPrior
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.load_prior import TIER_PRIORS, LoadPrior
 from tandem.scheduling.cost_model import StepCosts, TransferCosts
-from tandem.scheduling.load_cost import TIER_PRIORS, LoadPrior
 from tandem.scheduling.planning.geometry import Geometry
 from tandem.scheduling.planning.hardware import GPUS, Tier
 from tandem.scheduling.planning.roofline import PlannedWorker, scaled

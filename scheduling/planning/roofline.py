@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.load_prior import LoadPrior
 from tandem.scheduling.cost_model import StepCosts, TransferCosts, prefill_attention
-from tandem.scheduling.load_cost import LoadPrior
 from tandem.scheduling.planning.geometry import Geometry
 from tandem.scheduling.planning.hardware import Efficiency, Gpu, Tier, tiers_of
 

@@ -193,7 +193,7 @@ def test_extreme_temperatures_and_draws_give_a_possible_token(temperature: float
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seed", range(20))
 def test_the_most_likely_is_that_of_torch(dtype: torch.dtype, seed: int) -> None:
-    """With few different values, so that many are equal; both zeros, infinite ones and nan of either sign among them."""
+    """With few different values, so that many are equal; both zeros, infinite ones and nan of either sign."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.tensor([-math.nan, -math.inf, -1.5, -0.0, 0.0, 1.5, math.inf, math.nan])[: seed % 8 + 1]
     logits = values[torch.randint(len(values), (9, 50), generator=generator)].to(dtype)
