@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tandem.protocol.load_prior import TIER_PRIORS
-from tandem.protocol.messages import DISK_TIER
+from tandem.protocol.messages import DISK_TIER, HOST_TIER
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.miss_ratio import MissRatioCurve
 from tandem.scheduling.planning.advice import Worth, advise
@@ -26,7 +26,6 @@ _HALF_LIFE_S = 3600.0
 _FADE_INTERVAL_S = 60.0
 _OCTAVES = range(-3, 6)  # reported sizes, relative to the present size of the pools
 _ADVISED = range(9)  # doublings of the present size on which advice is given
-_PLACES = ("pool", *TIER_PRIORS)  # from fast to slow
 
 
 class CacheSizing:
@@ -87,36 +86,35 @@ class CacheSizing:
         return dict(levels)
 
     def advice(self) -> list[dict[str, Any]]:
-        """For host memory and slower tiers: the size to have, what it would find, and whether that pays back.
+        """For each tier, or one that could be had: the size to have, what it would find, and whether that pays back.
 
         Tiers faster than the largest one are left out, as all their blocks are found already. Nothing is said before
         the traffic could have filled that one. A block counts as computed without context, which takes least.
         """
-        levels = Counter({name: num for name, num in self.levels().items() if name in _PLACES})
-        is_full = self._curve.num_tokens >= max(levels.values()) * self._curve.block_size
-        if not (levels.total() and self._block_bytes and is_full):
+        levels = self.levels()
+        num_largest = max(levels.values())
+        if not (num_largest and self._block_bytes and self._curve.num_tokens >= num_largest * self._curve.block_size):
             return []
-        largest = max(levels, key=lambda name: (levels[name], _PLACES.index(name)))
-        slower = _PLACES[max(_PLACES.index(largest), 1) :]
-        return [self._advice(tier, max(levels.values()), levels[tier]) for tier in slower if self._is_known(tier)]
+        loads = self._load_s()
+        least_s = max(loads.get(name, 0.0) for name, num_blocks in levels.items() if num_blocks == num_largest)
+        slower = sorted((tier for tier in loads if loads[tier] >= least_s), key=loads.__getitem__)
+        return [self._advice(tier, num_largest, levels.get(tier, 0), loads[tier]) for tier in slower]
+
+    def _load_s(self) -> dict[str, float]:
+        """Seconds to load a block from each tier, and from host memory and a disk as assumed where there are none."""
+        loads = {name: self._block_bytes / TIER_PRIORS[name].bytes_per_s for name in (HOST_TIER, DISK_TIER)}
+        tiers = [tier for worker in self._workers for tier in worker.tiers if 0 < tier.block_s < math.inf]
+        return loads | {tier.name: min(one.block_s for one in tiers if one.name == tier.name) for tier in tiers}
 
     @property
     def _block_bytes(self) -> int:
         return max((worker.card.block_bytes for worker in self._workers), default=0)
 
-    def _is_known(self, tier: str) -> bool:
-        """An object store is advised on only where there is one: whether one could be had is not known."""
-        return tier != "object" or any(one.name == tier for worker in self._workers for one in worker.tiers)
-
-    def _advice(self, tier: str, base: int, present: int) -> dict[str, Any]:
-        capacities = [base << octave for octave in _ADVISED]
-        block_bytes = self._block_bytes
-        tiers = [one for worker in self._workers for one in worker.tiers if one.name == tier]
-        learned = [one.block_s for one in tiers if 0 < one.block_s < math.inf]  # inf: not reached now
-        load_s = min(learned, default=block_bytes / TIER_PRIORS[tier].bytes_per_s) / self._curve.block_size
+    def _advice(self, tier: str, base: int, present: int, load_s: float) -> dict[str, Any]:
+        capacities, block_bytes, block_size = [base << n for n in _ADVISED], self._block_bytes, self._curve.block_size
         compute_s = min(self._costs.steps(worker.card.kind).costs.prefill_token_s for worker in self._workers)
         sizes = [float(num_blocks * block_bytes) for num_blocks in capacities]
-        worth = Worth(compute_s, load_s)
+        worth = Worth(compute_s, load_s / block_size)
         return advise(tier, sizes, self.hit_ratios(capacities), worth, present=float(present * block_bytes))
 
     def report(self) -> dict[str, Any]:
