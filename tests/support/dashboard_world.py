@@ -75,7 +75,13 @@ class DashboardWorld:
             role = Role.PREFILL if is_prefill else Role.DECODE
             name = names[number] if names else f"{role.value}-{number if is_prefill else number - num_workers // 2}"
             card = make_card(
-                name, role, kind="NVIDIA H200", num_blocks=NUM_BLOCKS, max_num_seqs=SEATS, max_num_batched_tokens=8192
+                name,
+                role,
+                kind="NVIDIA H200",
+                num_blocks=NUM_BLOCKS,
+                max_num_seqs=SEATS,
+                max_num_batched_tokens=8192,
+                tiers={"host": "", "disk": "a folder", "object": "a bucket"},
             )
             add_ready(self.registry, card)
             self.index.add_worker(name, 1)
