@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,11 @@ version = "1"
 acme = "acme_kv:AcmeStore"
 """
 STORE = """
+from threading import Event
 from tandem.kv_transfer.tiers.base import BlockStore, StoreFailure
+
+ANSWERS = {"good": "data", "raises": "1 / 0", "short": "data[:-1]", "other": "data ^ 1", "hangs": "GO.wait() and data"}
+GO = Event()
 
 class AcmeStore(BlockStore):
     options = ("mood",)
@@ -35,7 +40,7 @@ class AcmeStore(BlockStore):
 
     def read(self, name, scratch):
         data = self.blocks.get(name, StoreFailure.ABSENT)
-        return eval({"good": "data", "raises": "1 / 0", "short": "data[:-1]", "other": "data ^ 1"}[self.mood])
+        return eval(ANSWERS[self.mood])
 
     def write(self, name, data):
         self.blocks.setdefault(name, data)
@@ -71,9 +76,9 @@ class TestAcme(StoreContract):
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("mood", ["good", "raises", "short", "other"])
+@pytest.mark.parametrize("mood", ["good", "raises", "short", "other", "hangs"])
 def test_it_serves_hits_and_never_anything_wrong(mood: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_FACTOR", 1e6)
+    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_FACTOR", 2.0 if mood == "hangs" else 1e6)
     spec = f"acme://pool?gb={1000 * BLOCK_BYTES / 1e9}&name=far&mood={mood}"
     config = TierConfig(tier=(spec,), kv_key_file=key_file(tiny_model.parent))
     check_tiers(config, is_local=True)
@@ -85,13 +90,14 @@ def test_it_serves_hits_and_never_anything_wrong(mood: str, tiny_model: Path, mo
     again = machine.serve(prompt)
     assert again.token_ids == first.token_ids
     record, (tier,) = machine.cache.fetcher.records[-1], machine.cache.loads()
-    assert record.outcome == ("loaded" if mood == "good" else "failed")
+    assert record.outcome == {"good": "loaded", "hangs": "overtaken"}.get(mood, "failed")
     assert [load.source for load in record.loads] == ["far"]
     if mood == "good":
         assert again.num_cached_tokens == tier.num_hits * BLOCK_SIZE >= 15 * BLOCK_SIZE
     else:
         assert (again.num_cached_tokens, tier.num_hits) == (0, 0)
-        assert set(tier.num_misses) <= {"unreachable" if mood == "raises" else "corrupt", "abandoned"}
+        assert tier.num_misses.keys() <= {{"raises": "unreachable"}.get(mood, "corrupt"), "abandoned"}
+    sys.modules["acme_kv"].GO.set()
     machine.close()
 
 
