@@ -1,8 +1,9 @@
 """Eviction policies on recorded traffic: the share of prompt tokens found in a cache of C blocks of 512 tokens.
 
-The rules of the cache are in `tests/support/trace_replay.py`. S3-FIFO has a small queue for new keys, a main queue, and
-a memory of keys evicted from the small one: Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache
-eviction, SOSP 2023. Stands behind the default policy in docs/tiers.md.
+`hit-density, ends` is told how answers ended, where the trace says so: the agents' trace. The rules of the cache are in
+`tests/support/trace_replay.py`. S3-FIFO has a small queue for new keys, a main queue, and a memory of keys evicted from
+the small one: Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP 2023. Stands behind
+the default policy in docs/tiers.md.
 
     python -m benchmarks.eviction
 """
@@ -15,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from benchmarks.common import arguments, print_table, write_result
 from tandem.kv_transfer.eviction import POLICIES
 from tandem.kv_transfer.eviction.base import EvictionPolicy, Node
-from tests.support.trace_replay import CAPACITIES, TRACES, load, optimal, replay
+from tests.support.trace_replay import CAPACITIES, TRACES, load, load_ends, optimal, replay
 
 OPTIMAL = "optimal"
 _SMALL, _MAIN = 0, 1
@@ -83,6 +84,7 @@ class S3FIFO(EvictionPolicy):
 
 
 _POLICIES = POLICIES | {"s3-fifo": S3FIFO}
+_WITH_ENDS = "hit-density, ends"
 
 
 def main() -> None:
@@ -91,7 +93,7 @@ def main() -> None:
     parser.option("--capacities", list(CAPACITIES), "in blocks", quick=CAPACITIES[:4])
     settings = parser.settings()
     traces, capacities = settings.traces, settings.capacities
-    names = [*sorted(_POLICIES), OPTIMAL]
+    names = [*sorted(_POLICIES), _WITH_ENDS, OPTIMAL]
     cells = [(trace, name, capacity) for trace in traces for name in names for capacity in capacities]
     with ProcessPoolExecutor() as pool:
         ratios = dict(zip(cells, pool.map(_measure, cells), strict=True))
@@ -113,9 +115,10 @@ def main() -> None:
 
 def _measure(cell: tuple[str, str, int]) -> float:
     trace, name, capacity = cell
-    return (
-        optimal(load(trace), capacity) if name == OPTIMAL else replay(load(trace), _POLICIES[name](capacity), capacity)
-    )
+    if name == OPTIMAL:
+        return optimal(load(trace), capacity)
+    policy, _, ends = name.partition(", ")
+    return replay(load(trace), _POLICIES[policy](capacity), capacity, load_ends(trace) if ends else "")
 
 
 if __name__ == "__main__":

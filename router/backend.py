@@ -61,6 +61,7 @@ class GenerateRequest:
     # The request for the first answer to this prompt, which also admits this one; "" = it is that one. Serve it last:
     # those that wait for it begin with it, as forks of its sequence.
     fork_of: str = ""
+    call_ids: frozenset[int] = frozenset()  # an answer with one of these tokens calls a tool; empty = none can tell
     adapter: str = ""  # LoRA adapter: only workers that serve it are used, and only its requests share blocks
 
 

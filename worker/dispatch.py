@@ -29,6 +29,7 @@ from tandem.protocol.messages import (
     ReadRequest,
     RequestPart,
     SnapshotRequest,
+    TurnEnd,
     Unpin,
 )
 from tandem.runtime.dropped import DropReason
@@ -124,6 +125,8 @@ class MessageDispatcher:
             case Hello():
                 for request_id in parts.replies.welcome(identity, message, self._reporter.card):
                     self._cancel(request_id)
+            case TurnEnd():
+                parts.cache.note_end(message.digests, has_calls=message.has_calls)
             case SnapshotRequest():
                 self._send_snapshots(identity, message.places)
             case Pin():

@@ -56,6 +56,7 @@ class AnswerFormats:
     template: Any  # the checkpoint's response template, instead of both; None = not used
     traits: TemplateTraits
     shows_calls: bool  # whether the chat template shows the model's earlier calls, in this format
+    call_ids: frozenset[int] = frozenset()  # tokens that only calls have, as far as markers of calls are tokens
 
     def check_tools(self, tools: RequestedTools | None) -> None:
         """Raise `RequestError` if these tools cannot be served."""
@@ -192,4 +193,10 @@ def choose_formats(config: RouterConfig, tokenizer: Tokenizer) -> AnswerFormats:
         reasoning = detect_reasoning_format(template)
     else:
         reasoning = REASONING_FORMATS.get(config.reasoning_parser)
-    return AnswerFormats(tools, reasoning, None, traits, shows_calls)
+    return AnswerFormats(tools, reasoning, None, traits, shows_calls, _call_ids(tokenizer, tools))
+
+
+def _call_ids(tokenizer: Tokenizer, tools: ToolFormat | None) -> frozenset[int]:
+    markers = () if tools is None else tools.call_markers or tools.markers
+    encoded = [tokenizer.encode(marker, add_special_tokens=False) for marker in markers]
+    return frozenset(ids[0] for ids in encoded if len(ids) == 1)

@@ -108,6 +108,7 @@ async def plan_conversation(
         parsing=context.formats.parsing(context.tokenizer, prompt_end, tools, hides_special=hides_special),
         grammar=await _grammar(context, fields, request, tools, prompt_end, grammar),
         prediction=await _prediction(context, fields, request),
+        call_ids=frozenset() if tools is None else context.formats.call_ids,
     )
     return plan_answer(context, prepared)
 

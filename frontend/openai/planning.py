@@ -49,6 +49,7 @@ class PreparedRequest:
     cache_scope: CacheScope
     parsing: AnswerParsing | None = None
     grammar: str = ""  # grammar that every choice must match; "" = none
+    call_ids: frozenset[int] = frozenset()  # tokens that only calls of tools have
     prediction: tuple[int, ...] = ()  # what the answer is like, in tokens
 
 
@@ -155,4 +156,5 @@ def _generate_request(
         is_later_choice=index > 0,
         fork_of=f"{request.options.request_id.unique}-{index - sibling}" if sibling else "",
         traceparent=request.options.traceparent,
+        call_ids=request.call_ids,
     )

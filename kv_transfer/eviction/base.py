@@ -134,6 +134,12 @@ class EvictionPolicy(ABC):
             self._inherit(parent, node)
             self._offer(parent)
 
+    def note_end(self, key: Hashable, *, has_calls: bool) -> None:  # noqa: B027  # most policies do without
+        """Note how the answer at the end of a chain ended, whose deepest resident key is `key`.
+
+        `has_calls`: it called a tool, so its conversation goes on when the tool is done; otherwise it could have.
+        """
+
     def pin(self, key: Hashable) -> None:
         """Keep a resident key and its ancestors until the same number of `unpin` calls."""
         self._nodes[key].num_pins += 1

@@ -210,6 +210,10 @@ class Tier:
         if num_blocks:
             self._counts.drops[reason] += num_blocks
 
+    def note_end(self, digests: Sequence[bytes], *, has_calls: bool) -> None:
+        """As `BlockIndex.note_end`."""
+        self._index.note_end(digests, has_calls=has_calls)
+
     def pin(self, digests: Iterable[bytes]) -> None:
         """Keep these blocks from eviction until `unpin`, also those stored later; a second pin changes nothing."""
         self._index.pin(digests)

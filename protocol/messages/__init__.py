@@ -35,6 +35,7 @@ from tandem.protocol.messages.router_to_worker import (
     Prefetch,
     Prefill,
     SnapshotRequest,
+    TurnEnd,
     Unpin,
     WorkerPriority,
     prompt_fields,
@@ -94,7 +95,7 @@ from tandem.protocol.messages.worker_to_worker import (
 )
 
 RequestPart = Generate | Prefill | Decode | CopyKv  # what a worker does for a request, until it says that it is done
-RouterMessage = Hello | Introduce | RequestPart | Cancel | SnapshotRequest | Pin | Unpin | PinQuery
+RouterMessage = Hello | Introduce | RequestPart | Cancel | TurnEnd | SnapshotRequest | Pin | Unpin | PinQuery
 WorkerMessage = Welcome | StepOutput | RequestFailed | BlockEvents | BlockSnapshot | PinReport
 PeerMessage = (
     PeerHello

@@ -127,6 +127,13 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_confirmed: bool = False  # answered by `RequestFailed` with the code `CANCELLED`, after the last tokens
 
 
+class TurnEnd(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How an answer ended, of a request that may call tools: it says how soon its conversation comes back."""
+
+    digests: Digests  # from the prompt's last full block to the answer's; those that are not in a tier are ignored
+    has_calls: bool
+
+
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Ask for all digests in these places of a worker, after a gap in its events."""
 

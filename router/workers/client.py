@@ -48,6 +48,7 @@ from tandem.protocol.messages import (
     RequestPart,
     SequenceDelta,
     StepOutput,
+    TurnEnd,
     Unpin,
     Welcome,
     WorkerCard,
@@ -206,7 +207,7 @@ class WorkerClient:
         """Expect the tokens of a fork, whose request is a part of another one. Raises as `open_sub_request`."""
         return self._live_link(worker_id).join_sub_request(request_id, queue, self._clock())
 
-    def send(self, worker_id: str, message: Pin | Unpin) -> None:
+    def send(self, worker_id: str, message: Pin | Unpin | TurnEnd) -> None:
         """Send a worker a message that needs no answer, unless the worker is gone. Does not wait."""
         if (link := self._links.get(worker_id)) is not None:
             link.send(message)

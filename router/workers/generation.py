@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 
 from tandem.protocol.errors import ServingError, TransferError, WorkerError, WorkerLost
-from tandem.protocol.messages import FinishReason, Fork, SequenceDelta, WorkerState
+from tandem.protocol.messages import FinishReason, Fork, SequenceDelta, TurnEnd, WorkerState
 from tandem.router.backend import GenerateRequest
 from tandem.router.streams import DeltaQueue, Interrupted, QueueStream
 from tandem.router.workers.attempt import Attempt
@@ -64,6 +64,7 @@ class Generation(QueueStream[SequenceDelta]):
         self._num_failures = 0  # failed attempts that others followed
         self._output: list[int] = []
         self._num_cached_tokens = 0
+        self._is_complete = False  # its last token has come
         is_traced = context.tracing is not None and bool(request.traceparent)
         self._trace = GenerationTrace(request, self._now()) if is_traced else None
 
@@ -174,7 +175,16 @@ class Generation(QueueStream[SequenceDelta]):
         self._context.running.discard(self)
         attempt.end()
         if self._output:
-            self._reservation.record_answer(self._output, self._num_cached_tokens)
+            tail = self._reservation.record_answer(self._output, self._num_cached_tokens)
+            if self._is_complete and tail and self._request.call_ids:
+                self._tell_end(attempt, tail)
+
+    def _tell_end(self, attempt: Attempt, tail: list[bytes]) -> None:
+        """Tell the workers that hold its KV whether the answer calls a tool: the next turn then comes soon."""
+        end = TurnEnd(digests=tail, has_calls=not self._request.call_ids.isdisjoint(self._output))
+        best = attempt.placement.best
+        for worker_id in {best.prefill.worker_id, best.decode.worker_id}:
+            self._context.workers.send(worker_id, end)
 
     async def _begin(self) -> None:
         context, reservation = self._context, self._reservation
@@ -329,7 +339,7 @@ class Generation(QueueStream[SequenceDelta]):
         if self._trace is not None:
             self._trace.tokens(len(delta.token_ids), delta.num_cached_tokens, delta.finish_reason, now)
         if delta.finish_reason is not None:
-            self._has_ended = True
+            self._has_ended = self._is_complete = True
             self._reservation.note_complete(attempt.num_tokens)
         return delta
 

@@ -144,8 +144,10 @@ class WorkerReservation(Reservation[Booking]):
             owner = PinOwner(request.service_class.tenant, request.cache_scope)
             self.context.pins.record_turn(owner, request.conversation_id, digests)
 
-    def record_answer(self, output: list[int], num_cached_tokens: int) -> None:
+    def record_answer(self, output: list[int], num_cached_tokens: int) -> list[bytes]:
         """Tell pins and cache sizing about the answer: the conversation's next turn will ask for its blocks too.
+
+        Returns the digests from the prompt's last full block on.
 
         Prompts shorter than a block do not count for the sizing, as no cache can hold them: the readiness probe is one.
         Scored prompts do not either, because they use no cache.
@@ -161,6 +163,7 @@ class WorkerReservation(Reservation[Booking]):
                 num_cached_tokens=num_cached_tokens,
                 tenant=request.service_class.tenant,
             )
+        return [*digests[-1:], *answer]
 
     def idle_error(self) -> WorkerTimeout:
         """The error for a request that got nothing for too long."""

@@ -11,7 +11,7 @@ import pytest
 from tandem.kv_transfer.eviction import POLICIES, EvictionPolicy
 from tandem.kv_transfer.eviction.hit_density import HitDensity
 from tandem.kv_transfer.eviction.lru import LRU
-from tests.support.trace_replay import CAPACITIES, TRACES, load, optimal, replay
+from tests.support.trace_replay import CAPACITIES, TRACES, load, load_ends, optimal, replay
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 
@@ -82,6 +82,8 @@ def test_any_sequence_of_calls_keeps_the_forest(name: str, seed: int) -> None:
         elif action < 0.8 and model.pins[key]:
             policy.unpin(key)
             model.pins[key] -= 1
+        elif action < 0.85:
+            policy.note_end(key, has_calls=rng.random() < 0.5)
         elif action > 0.95:
             policy.remove(key)
             del model.parent_of[key], model.pins[key]
@@ -151,6 +153,57 @@ def test_hit_density_ranks_by_recency_before_it_has_seen_anything() -> None:
     for key in range(10):
         store(policy, key)
     assert evict(policy, 10) == list(range(10))
+
+
+def test_hit_density_evicts_a_conversation_that_ended_its_turn_before_one_that_called_a_tool() -> None:
+    """Learned, not assumed: where those that end their turn are the ones that come back, it is the other way round."""
+    for returns_after_calls in (True, False):
+        policy = HitDensity(10)
+        for number in range(300):
+            has_calls = number % 2 == 0
+            store(policy, f"{number}a")
+            policy.note_end(f"{number}a", has_calls=has_calls)
+            if has_calls == returns_after_calls:
+                store(policy, f"{number}a", f"{number}b")
+            evict(policy, len(policy))
+        for name, has_calls in (("called", True), ("ended", False)):
+            store(policy, name)
+            policy.note_end(name, has_calls=has_calls)
+        first, second = ("ended", "called") if returns_after_calls else ("called", "ended")
+        assert evict(policy, 2) == [first, second]
+
+
+def test_hit_density_knows_how_soon_an_agent_comes_back() -> None:
+    policy = HitDensity(10)
+    store(policy, "a")
+    for idle, pace in ((3, 1), (20, 3), (6, 1), (7, 2), (40, 4)):
+        for number in range(idle):
+            store(policy, f"{idle} {number}")
+            policy.remove(f"{idle} {number}")
+        policy.touch("a")
+        policy.note_end("a", has_calls=True)
+        assert policy._nodes["a"].run.pace == pace, idle
+
+
+def test_the_end_of_a_turn_says_nothing_of_a_key_with_later_turns() -> None:
+    policy = HitDensity(10)
+    store(policy, "a", "b")
+    before = policy._nodes["a"].queue
+    policy.note_end("a", has_calls=True)
+    assert policy._nodes["a"].queue == before
+
+
+def test_ends_that_are_all_alike_change_nothing() -> None:
+    """Traffic without agents pays nothing for what tells them apart."""
+    requests = load(TRACES[1])[:1000]
+    plain, told = (replay(requests, HitDensity(1000), 1000, ends) for ends in ("", "e" * 1000))
+    assert plain == told > 0
+
+
+def test_known_ends_find_more_of_agents() -> None:
+    requests, ends = load("weka_replay512_a")[:1000], load_ends("weka_replay512_a")[:1000]
+    plain, told = (replay(requests, HitDensity(500), 500, known) for known in ("", ends))
+    assert told > plain + 0.02
 
 
 QUICK = [(TRACES[0], 500), (TRACES[0], 4000), (TRACES[1], 1000), (TRACES[1], 16_000)]

@@ -42,6 +42,7 @@ EXAMPLES: list[messages.Message] = [
     messages.Decode(request_id="r", token_ids=[1], sampling=SAMPLING, prefill_worker=PEER),
     messages.CopyKv(request_id="r", digests=[b"d" * 16], source=PEER),
     messages.Cancel(request_id="r"),
+    messages.TurnEnd(digests=[b"d" * 16], has_calls=True),
     messages.SnapshotRequest(places=["pool"]),
     messages.Welcome(card=CARD, refusal="no"),
     messages.StepOutput(worker_id="d0", epoch=7, deltas=[DELTA], stats=messages.StepStats(duration_s=0.5), load=LOAD),

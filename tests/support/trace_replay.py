@@ -8,29 +8,42 @@ may be evicted. `optimal` knows the future and evicts what is used last, or neve
 from __future__ import annotations
 
 import functools
+import gzip
 import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from tandem.kv_transfer.eviction import EvictionPolicy
 from tandem.loadtest.traces import TraceRequest, read_trace
 
 TRACES = ("mooncake_conversation_a", "mooncake_synthetic_a", "weka_replay512_a")
+_FOLDER = Path(__file__).parents[2] / "benchmarks" / "data"
 CAPACITIES = (500, 1000, 2000, 4000, 8000, 16_000, 32_000, 64_000, 128_000)
 
 
 @functools.cache
 def load(trace: str) -> list[TraceRequest]:
     """A trace of benchmarks/data, read once in each process."""
-    return list(read_trace(Path(__file__).parents[2] / "benchmarks" / "data" / f"{trace}.jsonl.gz"))
+    return list(read_trace(_FOLDER / f"{trace}.jsonl.gz"))
 
 
-def replay(requests: Sequence[TraceRequest], policy: EvictionPolicy, capacity: int) -> float:
-    """Token hit ratio of a cache of `capacity` blocks with this policy, which knows no keys yet."""
+def load_ends(trace: str) -> str:
+    """How each answer of a trace ended: `t` with a call of a tool, `e` without one, `-` unknown. "" = all unknown."""
+    path = _FOLDER / f"{trace}_ends.txt.gz"
+    return gzip.decompress(path.read_bytes()).decode() if path.exists() else ""
+
+
+def replay(requests: Sequence[TraceRequest], policy: EvictionPolicy, capacity: int, ends: str = "") -> float:
+    """Token hit ratio of a cache of `capacity` blocks with this policy, which knows no keys yet.
+
+    The policy is told the `ends` of the answers (`load_ends`) at once, as if they took no time.
+    """
     num_hit_tokens = 0
-    for request in requests:
+    for request, end in zip_longest(requests, ends, fillvalue="-"):
+        assert isinstance(request, TraceRequest), "more ends than requests"
         block_ids = request.block_ids
         # Eviction is leaf first, so the cached part of a chain is a prefix of it.
         num_hits = bisect_left(block_ids, True, key=lambda block_id: block_id not in policy)
@@ -41,6 +54,8 @@ def replay(requests: Sequence[TraceRequest], policy: EvictionPolicy, capacity: i
         for block_id in block_ids[num_hits:]:
             policy.add(block_id, parent)
             parent = block_id
+        if parent is not None and end != "-":
+            policy.note_end(parent, has_calls=end == "t")
         for _ in range(len(policy) - capacity):
             victim = policy.victim()
             assert victim is not None, f"{len(policy)} blocks, none pinned, and no victim"

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from tandem.protocol.config import TierConfig
-from tandem.protocol.messages import Role
+from tandem.protocol.messages import Role, TurnEnd
 from tandem.scheduling.workers.registry import Registry
 from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, Cluster, Oracle, prompt_of, running_cluster
 from tests.support.waiting import eventually
@@ -43,6 +43,22 @@ async def test_the_router_knows_what_is_in_host_memory(tiny_model: Path, oracle:
         for place, holder in (("pool", "c"), ("host", "c/host")):
             held = await cluster.call("c", lambda place=place: cluster.worker("c").parts.cache.digests(place))
             await eventually(lambda holder=holder, held=held: cluster.index.num_blocks(holder) == len(held))
+
+
+async def test_a_tier_learns_how_answers_ended(tiny_model: Path) -> None:
+    tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
+    async with running_cluster(tiny_model, {"c": Role.COLOCATED}, tiers=tiers) as cluster:
+        await cluster.generate(prompt_of(random.Random(3), 12))
+        await cluster.becomes_idle()
+        tier = cluster.worker("c").parts.cache.tiers[0].tier
+        await eventually(lambda: len(tier.digests()) >= 12)
+        noted: list[tuple[object, bool]] = []
+        tier._index._policy.note_end = lambda key, *, has_calls: noted.append((key, has_calls))  # type: ignore[method-assign]
+        stored = tier.digests()
+        for digests, has_calls in (([b"?" * 16], True), ([], True), ([stored[0], stored[3], b"?" * 16], False)):
+            cluster.client.send("c", TurnEnd(digests=digests, has_calls=has_calls))
+        await eventually(lambda: bool(noted))
+        assert noted == [(stored[3], False)]
 
 
 def readers(registry: Registry) -> list[list[int]]:

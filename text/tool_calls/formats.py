@@ -46,6 +46,7 @@ class ToolFormat:
     markers: tuple[str, ...]  # strings that the reader must see even if they are special tokens
     template_mark: str  # pattern; if a chat template contains it, the model writes this format
     ends_reasoning: str = ""  # a marker that may stand in place of the one that closes the reasoning
+    call_markers: tuple[str, ...] = ()  # those that only calls have; empty = all
     num_id_chars: int = DEFAULT_ID_CHARS  # the chat templates of Mistral refuse ids of another length than 9
 
 
@@ -157,7 +158,7 @@ def _without(other: str, mark: str) -> str:
 
 # In the order in which templates are searched: templates of earlier formats may contain marks of later ones.
 _ALL = (
-    ToolFormat("harmony", read_harmony, HARMONY_MARKERS, r"<\|channel\|>"),
+    ToolFormat("harmony", read_harmony, HARMONY_MARKERS, r"<\|channel\|>", call_markers=("<|call|>",)),
     ToolFormat("mistral", _read_mistral, (_TOOL_CALLS, _CALL_ID, _ARGS), r"\[TOOL_CALLS\]", num_id_chars=9),
     _marked("deepseek_v3", DEEPSEEK_V3_MARKS, r"<｜tool▁sep｜>[^`]*```json"),
     _marked("deepseek_v31", DEEPSEEK_V3_MARKS, r"<｜tool▁sep｜>"),

@@ -307,6 +307,19 @@ async def test_tools_reach_a_template_and_markers_are_special_tokens(mistral: To
     assert json.loads(prompt_of(backend).split("[AVAILABLE_TOOLS]")[1].split("<user>")[0]) == [WEATHER, NOW_WITH_ALL]
 
 
+async def test_the_backend_knows_which_tokens_call_a_tool(
+    mistral: Tokenizer, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    harmony = Tokenizer(build_tokenizer(tmp_path / "harmony", "{{ tools }}" + ROLES + "{# <|channel|> #}", HARMONY))
+    marked, all_parts, in_letters = (backend_of(one, "hi") for one in (mistral, harmony, tokenizer))
+    for backend, markers in ((marked, ["[TOOL_CALLS]", "[ARGS]"]), (all_parts, ["<|call|>"]), (in_letters, [])):
+        await choice_of(backend, chat())
+        await choice_of(backend, chat(tool_choice="none"))
+        with_tools, without = (request.call_ids for request in backend.requests)
+        assert with_tools == {backend.tokenizer.special_tokens[marker] for marker in markers}
+        assert without == frozenset()
+
+
 async def test_special_tokens_are_not_shown_where_there_is_no_call(mistral: Tokenizer) -> None:
     reply = "[TOOL_CALLS]no call</s>"
     assert (await choice_of(backend_of(mistral, reply), chat()))["message"]["content"] == "no call"

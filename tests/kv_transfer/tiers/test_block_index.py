@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 
 import pytest
 
 from tandem.kv_transfer.eviction import POLICIES
+from tandem.kv_transfer.eviction.lru import LRU
 from tandem.kv_transfer.tiers.base import BlockName, parents_first
 from tandem.kv_transfer.tiers.block_index import BlockIndex
 from tandem.testing.store_contract import chain, digest_of
@@ -51,3 +53,20 @@ def test_parents_come_first_and_the_order_stays_otherwise() -> None:
     assert sorted(parents_first(circle)) == sorted(circle)
     itself = BlockName(digest_of(1), digest_of(1))
     assert parents_first([itself]) == [itself]
+
+
+def test_the_end_of_an_answer_is_noted_at_its_deepest_stored_block() -> None:
+    noted: list[tuple[Hashable, bool]] = []
+
+    class Noting(LRU):
+        def note_end(self, key: Hashable, *, has_calls: bool) -> None:
+            noted.append((key, has_calls))
+
+    index = BlockIndex(Noting(4), 4)
+    for name in chain(1, 2, 3):
+        assert index.try_reserve(name) == []
+    digests = [digest_of(number) for number in (2, 3, 4, 5)]  # the last two are not stored, or not yet
+    index.note_end(digests, has_calls=True)
+    index.note_end(digests[2:], has_calls=False)
+    index.note_end([], has_calls=False)
+    assert noted == [(digest_of(3), True)]

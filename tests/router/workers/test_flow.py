@@ -37,6 +37,7 @@ from tandem.protocol.messages import (
     RequestFailed,
     Role,
     SequenceDelta,
+    TurnEnd,
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
@@ -299,6 +300,30 @@ async def test_the_next_turn_finds_the_answer_but_for_its_last_token() -> None:
             await collect(cluster, replace(first, request_id="r1", token_ids=token_ids))
             report = (await cluster.flow.pools())["cache_sizing"]["tenants"][name]
             assert report["hit_ratios"][-1] * report["num_tokens"] == pytest.approx(16 + num_found)
+
+
+@pytest.mark.parametrize(("call_id", "has_calls"), [(100, True), (129, True), (7, False)])
+async def test_both_workers_are_told_whether_an_answer_called_a_tool(call_id: int, has_calls: bool) -> None:
+    def decode(worker: FakeWorker, message: Message) -> None:
+        is_endless = isinstance(message, Decode) and message.request_id == "cancelled"
+        (one_token if is_endless else remaining_tokens)(worker, message)
+
+    async with fake_cluster(prefill=first_token, decode=decode) as cluster:
+        request = replace(make_request(num_prompt_tokens=70, max_tokens=30), call_ids=frozenset({call_id}))
+        # Nothing is said of requests without tools, of blocks that are not full, and of answers that a client has
+        # cancelled. Messages stay in order, so the one that is sent is the first.
+        await collect(cluster, make_request(request_id="no tools"))
+        short = replace(request, request_id="short", token_ids=[1], sampling=SamplingParams(max_tokens=3))
+        await collect(cluster, short)
+        stream = Pulled(cluster.flow.serve(replace(request, request_id="cancelled", token_ids=list(range(500, 570)))))
+        await anext(stream)
+        await stream.aclose()
+        all_tokens = [*request.token_ids, *tokens(await collect(cluster, request))]
+        root = root_digest(NAMESPACE, cache_salt=request.cache_scope)
+        tail = block_digests(root, all_tokens[:-1], 16)[3:]  # the prompt's last full block is the fourth
+        for worker in cluster.workers.values():
+            await eventually(lambda worker=worker: worker.of_type(TurnEnd))
+            assert worker.of_type(TurnEnd) == [TurnEnd(digests=tail, has_calls=has_calls)]
 
 
 async def test_a_request_without_an_answer_is_not_seen_by_the_cache_sizing() -> None:
