@@ -4,6 +4,7 @@ A codec knows shapes and dtypes, but neither tiers nor digests. Every encoded bl
 that a tier is an array of slots. All codecs are torch operations and run on the device of their tensors.
 
     raw   [elements, as they are]
+    exact [see `ExactCodec`]                      bfloat16 alone: the same bits in 12.4 bits an element
     fp8   [e4m3 elements]   [scales]              one scale per head, layer, K or V, and token
     int8  [int8 elements]   [scales]              the same
     int4  [element pairs]   [scales] [centres]    keys: per head, layer and channel; values: per head, layer and token
@@ -20,11 +21,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from tandem.kv_transfer.tiers.base import Block
 from tandem.protocol.errors import ConfigError
 
 _PARAMETER = torch.bfloat16
@@ -32,6 +35,11 @@ _SMALLEST_NORMAL = 2.0**-126  # a subnormal scale's reciprocal may be infinite
 # Blocks are processed in float32 slabs of this size, or one by one if they are larger. On a CPU a slab should fit the
 # cache: 32 MiB take up to twice as long.
 _SLAB_BYTES = {"cpu": 3 << 20, "cuda": 256 << 20}
+
+# Of the codec `exact`:
+_UNIT_ELEMENTS, _ELEMENTS_PER_EXCEPTION = 4096, 64
+_ZERO = 15  # the code of exponent 0
+_TOO_MANY = 0xFF  # in the place of the number of exceptions
 
 
 class Codec(ABC):
@@ -59,6 +67,10 @@ class Codec(ABC):
 
         NOTE: the bytes do not show whether this codec wrote them; the tier's checksum must.
         """
+
+    def holds(self, encoded: Block, block_shape: Sequence[int]) -> bool:
+        """Whether the block fitted into this encoded one. If not, it cannot be decoded."""
+        return True
 
     def gather(self, shards: Sequence[Tensor], block_ids: Tensor, out: Tensor) -> None:
         """Encode blocks `block_ids` [n] of a pool to out [n, encoded_bytes].
@@ -120,6 +132,106 @@ class _RawCodec(Codec):
             super().scatter(data, shards, block_ids)
             return
         shards[0].flatten(1).index_copy_(0, block_ids, _from_bytes(data, shards[0].dtype))
+
+
+class ExactUnit(NamedTuple):
+    """A run of elements that share a base: whole tokens of one head, layer, and K or V."""
+
+    num_elements: int
+    num_exceptions: int  # at most
+
+    @classmethod
+    def of(cls, block_shape: Sequence[int]) -> ExactUnit:
+        """The unit of blocks of this shape."""
+        block_size, head_dim = block_shape[-2:]
+        fits = [n for n in range(1, block_size + 1) if block_size % n == 0 and n * head_dim <= _UNIT_ELEMENTS]
+        num_elements = max(fits, default=1) * head_dim
+        return cls(num_elements, min(-(-num_elements // _ELEMENTS_PER_EXCEPTION), _TOO_MANY - 1))
+
+    def num_in(self, block_shape: Sequence[int]) -> int:
+        """Units in a block."""
+        return math.prod(block_shape) // self.num_elements
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each part of an encoded unit."""
+        return [1, 1, self.num_elements, -(-self.num_elements // 2), 2 * self.num_exceptions, self.num_exceptions]
+
+
+class ExactCodec(Codec):
+    """Every bit of bfloat16 in 77 % of the bytes: exponents of neighbours differ by little.
+
+    A block is units, one after the other, each of
+
+        [number of exceptions] [base] [signs and mantissas] [pairs of codes] [places] [exponents]
+
+    An element is a byte of its sign and mantissa and a code of four bits: base - exponent, or 15 if the exponent is 0
+    (zeros and denormals). The base is the largest exponent of a finite number in the unit. An element with any other
+    exponent is an exception: its place takes two bytes, and its exponent one. Code i is in the low bits of byte i in
+    the first half of a unit, and above them in the second.
+
+    Units have room for one exception in 64 elements, where KV has one in 2,000. A block that needs more is not held.
+    """
+
+    name = "exact"
+
+    def encoded_bytes(self, block_shape: Sequence[int], dtype: torch.dtype) -> int:
+        """As `Codec.encoded_bytes`. Raises ConfigError for other types than bfloat16."""
+        if dtype is not torch.bfloat16:
+            raise ConfigError(f"codec 'exact' is for KV in bfloat16, and this model's is in {dtype}; use raw")
+        unit = ExactUnit.of(block_shape)
+        return unit.num_in(block_shape) * sum(unit.sizes)
+
+    @override
+    def holds(self, encoded: Block, block_shape: Sequence[int]) -> bool:
+        return bool((encoded[:: sum(ExactUnit.of(block_shape).sizes)] != _TOO_MANY).all())
+
+    @override
+    def encode(self, blocks: Tensor, out: Tensor) -> None:
+        self._check(blocks, out)
+        unit = ExactUnit.of(blocks.shape[1:])
+        bits = blocks.reshape(len(blocks), unit.num_in(blocks.shape[1:]), unit.num_elements)
+        bits = bits.view(torch.int16).int() & 0xFFFF
+        exponents = bits >> 7 & 0xFF
+        base = exponents.where(exponents < 0xFF, 0).amax(-1, keepdim=True)
+        codes = base - exponents
+        codes = codes.where((codes >= 0) & (codes < _ZERO), _ZERO)
+        exceptions = _exceptions(exponents, (codes == _ZERO) & (exponents != 0), unit)
+        num_pairs = unit.num_elements // 2
+        pairs = codes[..., : unit.num_elements - num_pairs].clone()
+        pairs[..., :num_pairs] |= codes[..., unit.num_elements - num_pairs :] << 4
+        parts = (exceptions[0], base, bits >> 8 & 0x80 | bits & 0x7F, pairs, *exceptions[1:])
+        out.copy_(torch.cat([part.to(torch.uint8) for part in parts], dim=-1).flatten(1))
+
+    @override
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        self._check(out, data)
+        unit = ExactUnit.of(out.shape[1:])
+        units = data.reshape(len(data), unit.num_in(out.shape[1:]), sum(unit.sizes)).int()
+        count, base, bits, pairs, places, kept = units.split_with_sizes(unit.sizes, dim=-1)
+        codes = torch.cat((pairs & 0xF, pairs >> 4), dim=-1)[..., : unit.num_elements]
+        exponents = (base - codes & 0xFF).where(codes != _ZERO, 0)
+        places = places[..., 0::2] | places[..., 1::2] << 8
+        is_used = (torch.arange(places.shape[-1], device=data.device) < count) & (places < unit.num_elements)
+        # Unused places are of one more element behind the others.
+        exponents = torch.cat((exponents, torch.zeros_like(base)), dim=-1)
+        exponents.scatter_(-1, places.where(is_used, unit.num_elements).long(), kept)
+        whole = (bits & 0x80) << 8 | exponents[..., : unit.num_elements] << 7 | bits & 0x7F
+        out.copy_(whole.to(torch.int16).view(torch.bfloat16).view(out.shape))
+
+
+def _exceptions(exponents: Tensor, is_exception: Tensor, unit: ExactUnit) -> tuple[Tensor, Tensor, Tensor]:
+    """Each unit's number of exceptions, their places (two bytes each) and exponents: a pair's, then the next one's."""
+    half = -(-unit.num_elements // 2)
+    elements = torch.arange(unit.num_elements, device=exponents.device)
+    order = (2 * (elements % half) + elements // half).where(is_exception, 2 * half)
+    first = order.topk(unit.num_exceptions, largest=False).values
+    is_used = first < 2 * half
+    places = (first // 2 + first % 2 * half).where(is_used, 0)
+    kept = exponents.gather(-1, places).where(is_used, 0)
+    count = is_exception.sum(-1, keepdim=True)
+    count = count.where(count <= unit.num_exceptions, _TOO_MANY)
+    return count, torch.stack((places & 0xFF, places >> 8), dim=-1).flatten(-2), kept
 
 
 class _LossyCodec(Codec):
@@ -323,7 +435,7 @@ def _from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _CODECS: dict[str, Callable[[], Codec]] = {
-    codec.name: codec for codec in (_RawCodec, _Fp8Codec, _Int8Codec, _Int4Codec)
+    codec.name: codec for codec in (_RawCodec, ExactCodec, _Fp8Codec, _Int8Codec, _Int4Codec)
 }
 CODEC_NAMES = tuple(_CODECS)
 

@@ -10,14 +10,22 @@ from torch import Tensor
 
 from tandem.kv_transfer.codec import _SLAB_BYTES, CODEC_NAMES, Codec, create_codec
 from tandem.protocol.errors import ConfigError
+from tandem.worker.kv.cpu_codec import CpuExactCodec
 
 SHAPE = (2, 3, 2, 4, 6)  # [num_kv_heads, num_layers, 2, block_size, head_dim]
-LOSSY = [name for name in CODEC_NAMES if name != "raw"]
+LOSSY = [name for name in CODEC_NAMES if name not in ("raw", "exact")]
 DTYPES = [torch.bfloat16, torch.float32]
 
-every_codec = pytest.mark.parametrize("codec", [create_codec(name) for name in CODEC_NAMES], ids=CODEC_NAMES)
+CODECS = [*(create_codec(name) for name in CODEC_NAMES), CpuExactCodec()]
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=[*CODEC_NAMES, "exact by kernels"])
 every_lossy_codec = pytest.mark.parametrize("codec", [create_codec(name) for name in LOSSY], ids=LOSSY)
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# `exact` is for bfloat16 alone.
+every_codec_and_dtype = pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [(codec, dtype) for codec in CODECS for dtype in DTYPES if codec.name != "exact" or dtype is torch.bfloat16],
+    ids=lambda value: f"{type(value).__name__}" if isinstance(value, Codec) else str(value),
+)
 
 
 def make_blocks(
@@ -165,8 +173,7 @@ def test_no_number_shows_in_all_that_shares_its_scale(codec: Codec, dtype: torch
     assert torch.equal(decoded[~shared], expected[~shared])
 
 
-@every_codec
-@both_dtypes
+@every_codec_and_dtype
 @pytest.mark.parametrize("layout", ["every second block", "permuted", "every second element"])
 def test_strides_of_blocks_do_not_matter(codec: Codec, dtype: torch.dtype, layout: str) -> None:
     blocks = make_blocks(4, dtype=dtype)
@@ -185,8 +192,7 @@ def test_strides_of_blocks_do_not_matter(codec: Codec, dtype: torch.dtype, layou
     assert torch.equal(strided, round_trip(codec, blocks))
 
 
-@every_codec
-@both_dtypes
+@every_codec_and_dtype
 @pytest.mark.parametrize(("offset", "gap"), [(0, 0), (1, 0), (3, 5), (4, 8), (2, 1)])
 def test_encoded_rows_may_lie_anywhere(codec: Codec, dtype: torch.dtype, offset: int, gap: int) -> None:
     blocks = make_blocks(3, dtype=dtype)
@@ -217,14 +223,14 @@ def test_a_block_alone_has_the_same_bytes(codec: Codec, blocks_of_slab: int, mon
 
 @every_codec
 def test_no_blocks_need_no_work(codec: Codec) -> None:
-    blocks = make_blocks(0)
-    assert encode(codec, blocks).shape == (0, codec.encoded_bytes(SHAPE, torch.float32))
+    blocks = make_blocks(0, dtype=torch.bfloat16)
+    assert encode(codec, blocks).shape == (0, codec.encoded_bytes(SHAPE, torch.bfloat16))
     assert round_trip(codec, blocks).shape == (0, *SHAPE)
 
 
 @every_codec
 def test_buffers_of_another_shape_are_refused(codec: Codec) -> None:
-    blocks = make_blocks(1)
+    blocks = make_blocks(1, dtype=torch.bfloat16)
     data = encode(codec, blocks)
     for wrong in (data.expand(2, -1), data[:, :-1], data.view(torch.int8)):
         with pytest.raises(AssertionError, match=codec.name):
@@ -234,14 +240,13 @@ def test_buffers_of_another_shape_are_refused(codec: Codec) -> None:
 
 
 def test_an_unknown_codec_is_a_config_error_that_names_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"codec='int3' .*raw, fp8, int8, int4"):
+    with pytest.raises(ConfigError, match=r"codec='int3' .*raw, exact, fp8, int8, int4"):
         create_codec("int3")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@every_codec
-@both_dtypes
+@every_codec_and_dtype
 def test_a_gpu_decodes_what_a_cpu_encoded_to_the_same_numbers(codec: Codec, dtype: torch.dtype) -> None:
     blocks = make_blocks(4, dtype=dtype)
     out = torch.empty_like(blocks, device="cuda")
@@ -255,8 +260,7 @@ def test_a_gpu_decodes_what_a_cpu_encoded_to_the_same_numbers(codec: Codec, dtyp
     assert (error <= largest_error(codec.name, blocks.float()) * 1.02 + blocks.abs().double() * 2**-7).all()
 
 
-@every_codec
-@both_dtypes
+@every_codec_and_dtype
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 def test_gather_and_scatter_are_encode_and_decode_of_a_pool(codec: Codec, dtype: torch.dtype, num_shards: int) -> None:
     pool = torch.randn(9, 4, 2, 2, 3, 8).to(dtype)
