@@ -10,6 +10,9 @@ Stands behind README's "out of host memory takes 1/48 of computing it again".
 
     python -m benchmarks.tiers
 
+The codecs of the tiers are measured on the same model's KV of this project's documentation: by one thread, on blocks
+drawn at random from a pool larger than the caches.
+
 With `--long` one prompt of that many tokens, which many short ones evict, and a pair with a Llama of one layer in each
 case: attention grows with the square, so a million tokens take a core half an hour.
 """
@@ -22,25 +25,37 @@ import random
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+from transformers import AutoTokenizer
 
 from benchmarks.common import (
     COLOCATED,
+    HERE,
     ONE_PAIR_ALWAYS,
     Server,
     Setup,
     arguments,
     measure_each,
     print_results,
+    print_rows,
     serving,
     until_idle,
     verdict,
     write_result,
 )
+from tandem.cluster.model_store import resolve_model
+from tandem.engine.engine import Engine
+from tandem.kv_transfer.codec import CODEC_NAMES
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.sampling import SamplingParams
+from tandem.worker.kv.cpu_codec import codec_for
 from tests.support.tiny_llama import save_tiny_text_model
 
 LLAMA = {"vocab_size": 4096, "hidden_size": 32, "num_heads": 1}  # two layers in float32, or one
@@ -52,6 +67,7 @@ _RESTART_TIMEOUT_S = 120.0
 _WARM_UP_TOKENS = 8000  # at most
 _Timed = tuple[float, int]  # TTFT in seconds, tokens that were not computed
 _AIMS = {"host": 1 / 15, "disk": 1 / 10}
+_CODEC_TOKENS, _CODEC_BATCH, _CODEC_ROUNDS = 8000, 12, 30
 
 
 def main() -> int:
@@ -59,8 +75,12 @@ def main() -> int:
     parser.option("--prompt-tokens", 4000, quick=500)
     parser.option("--prompts", 5, quick=3)
     parser.option("--long", 0, "tokens of a long prompt")
-    parser.option("--parts", ["host", "disk", "object", "peer"], "where the prompt comes from")
+    parser.option("--parts", ["host", "disk", "object", "peer", "codecs"], "where the prompt comes from")
     settings = parser.settings()
+    if "codecs" in settings.parts and not settings.long:
+        rows = codec_rows(settings)
+        print_rows(f"Codecs on {_CODEC_TOKENS} tokens of KV, one thread", rows, "GB/s of raw KV: medians")
+        write_result("codecs", settings, {"codecs": rows})
     with tempfile.TemporaryDirectory() as name:
         folder, base, token_bytes = Path(name), COLOCATED, _TOKEN_BYTES
         if settings.long:
@@ -86,6 +106,46 @@ def _setups(base: Setup, folder: Path, pool_bytes: int, num_prompts: int) -> lis
         Setup("object", (*common, f"--object-cache-url={(folder / 'object').as_uri()}", "--object-cache-codec=raw")),
         Setup("peer", (*ONE_PAIR_ALWAYS.flags, f"--pool-bytes={pool_bytes * (num_prompts + 2)}")),
     ]
+
+
+def codec_rows(settings: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each codec: how much smaller it makes KV, how fast, and how many blocks do not fit."""
+    folder = str(resolve_model(settings.model))
+    text = "\n".join(path.read_text() for path in sorted((HERE / "docs").glob("*.md")))
+    tokens = AutoTokenizer.from_pretrained(folder)(text)["input_ids"][:_CODEC_TOKENS]
+    engine = Engine(EngineConfig(model=folder, device="cpu", pool_bytes=2 * _CODEC_TOKENS * _TOKEN_BYTES))
+    for first in range(0, len(tokens), 2000):
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        engine.add(engine.factory.make_sequence(f"text {first}", tokens[first : first + 2000], sampling))
+    while engine.has_work:
+        engine.step()
+    kv, torch_threads = engine.kv, torch.get_num_threads()
+    blocks = torch.tensor([engine.pool.block_of(digest) for digest in engine.pool.cached_digests()])
+    torch.set_num_threads(1)
+    rows = []
+    for name in CODEC_NAMES:
+        codec = codec_for(name, kv.device)
+        data = torch.empty(_CODEC_BATCH, codec.encoded_bytes(kv.block_shape, kv.dtype), dtype=torch.uint8)
+        gather_s, scatter_s, num_unfit = [], [], 0
+        for batch in torch.randperm(len(blocks))[: _CODEC_BATCH * _CODEC_ROUNDS].split(_CODEC_BATCH):
+            gather_s.append(_seconds(partial(codec.gather, kv.shards, blocks[batch], data[: len(batch)])))
+            num_unfit += sum(not codec.holds(row, kv.block_shape) for row in data[: len(batch)].numpy())
+            scatter_s.append(_seconds(partial(codec.scatter, data[: len(batch)], kv.shards, blocks[batch])))
+        gigabytes = _CODEC_BATCH * kv.block_bytes / 1e9
+        row = {"codec": name, "times smaller": kv.block_bytes / data.shape[1], "do not fit": num_unfit}
+        rows.append(
+            row
+            | {"encode": gigabytes / statistics.median(gather_s), "decode": gigabytes / statistics.median(scatter_s)}
+        )
+    torch.set_num_threads(torch_threads)
+    engine.close()
+    return rows
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
 
 
 async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:

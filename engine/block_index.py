@@ -46,7 +46,11 @@ class BlockIndex:
         self._num_children = np.zeros(num_blocks, dtype=np.int32)
         self._orphans: dict[bytes, set[int]] = {}  # by the digest that their parent had
         self._lost_parents: dict[int, bytes] = {}  # of each orphan
-        self._num_drops = 0
+        self.num_drops = 0  # only read it
+
+    def has_kept(self, block: int, since: int) -> bool:
+        """Whether a block that was cached when `num_drops` was `since` was not dropped after that."""
+        return bool(self._cached_at[block] <= since)
 
     def digest_of(self, block: int) -> bytes | None:
         """The digest of a block; None if it is not cached."""
@@ -89,10 +93,10 @@ class BlockIndex:
 
     def refresh(self, prefix: CachedPrefix, digests: Sequence[bytes], end: int) -> None:
         """Make it the leading cached blocks of digests[:end]. What was seen before is looked up only if it changed."""
-        if prefix.seen_at != self._num_drops:
+        if prefix.seen_at != self.num_drops:
             # A block that was cached at that time and was not dropped since still has the same digest.
             prefix.blocks.truncate(num_leading(self._cached_at[prefix.blocks.ids] <= prefix.seen_at))
-            prefix.seen_at = self._num_drops
+            prefix.seen_at = self.num_drops
         prefix.blocks.truncate(end)
         num_seen = len(prefix.blocks)
         if num_seen < end and digests[num_seen] in self.block_of:
@@ -104,7 +108,7 @@ class BlockIndex:
             return False
         self._digest_of[block] = digest
         self.block_of[digest] = block
-        self._cached_at[block] = self._num_drops
+        self._cached_at[block] = self.num_drops
         self._join(block, parent)
         self._adopt(digest)
         return True
@@ -120,7 +124,7 @@ class BlockIndex:
             new, added = blocks[is_new], list(compress(digests, is_new))
             parents = np.array(found, dtype=np.int32)[:-1][is_new[1:]]
         self._digest_of[new] = added
-        self._cached_at[new] = self._num_drops
+        self._cached_at[new] = self.num_drops
         self._parents[new[len(new) - len(parents) :]] = parents
         self._num_children[parents] += 1
         if len(new) > len(parents):  # the first one is new
@@ -139,7 +143,7 @@ class BlockIndex:
         self._digest_of[block] = None
         self._cached_at[block] = _NEVER
         del self.block_of[digest]
-        self._num_drops += 1
+        self.num_drops += 1
         return digest
 
     def drop_run(self, blocks: Array) -> list[bytes]:
@@ -156,7 +160,7 @@ class BlockIndex:
         self._digest_of[blocks] = None
         self._cached_at[blocks] = _NEVER
         deque(map(self.block_of.__delitem__, digests), maxlen=0)
-        self._num_drops += 1
+        self.num_drops += 1
         return digests
 
     def check_integrity(self) -> None:

@@ -86,6 +86,18 @@ class BlockPool:
         """The block cached under this digest. It stays cached until the next allocation."""
         return self._index.block_of.get(digest)
 
+    @property
+    def num_drops(self) -> int:
+        """How often cached blocks were dropped since the start: a moment in the life of the cache."""
+        return self._index.num_drops
+
+    def has_kept(self, block: int, since: int) -> bool:
+        """Whether a block that was cached at that moment still is, without a break: its KV has not changed.
+
+        Any thread may ask this once it has read the block: a block is dropped before anything else is written to it.
+        """
+        return self._index.has_kept(block, since)
+
     def cached_digests(self) -> list[bytes]:
         """All digests cached now: a snapshot for a listener that missed events."""
         return list(self._index.block_of)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import enum
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -42,6 +42,12 @@ class StoreFailure(enum.Enum):
     FULL = "full"
     OCCUPIED = "occupied"  # something that is not ours is in the block's place
     UNREACHABLE = "unreachable"  # the store itself does not work, so other blocks would fail too
+    # Why a block that was to be written could not be made:
+    EVICTED = "evicted before its turn"
+    UNFIT = "does not fit its codec"
+
+
+MakeBlock: TypeAlias = Callable[[Block], Block | StoreFailure]  # called by an I/O thread, with a buffer it may use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +89,6 @@ class BlockStore(abc.ABC):
     rescan_s = math.inf  # after which it is scanned again: finite if others add blocks
     shared_by: Literal["worker", "host", "all"] = "worker"  # which workers find each other's blocks
     identity = ""  # names the store, equally for all who share it; "" = nobody does
-    is_instant = False  # a write is only a copy in memory, so passing it to another thread would take longer
 
     @classmethod
     def open(cls, settings: StoreSettings) -> BlockStore:

@@ -1,11 +1,14 @@
 """The threads that move a tier's bytes: they read, write, delete and scan its store, and queue the results.
 
-Reads go before all other jobs. The owner takes the results from `results`; it never waits for a thread.
+Reads have threads of their own. All other jobs run at a low priority, because nobody waits for them: they take the time
+that computing leaves. The owner takes the results from `results`; it never waits for a thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -14,9 +17,10 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure, parents_first
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, MakeBlock, StoreFailure, parents_first
 
 DELETE_PAUSE_S = 10.0  # without deletes, after one that the store did not answer
+_NICE = 10  # of threads that do not read: a tenth of a core where all cores are taken
 
 
 class ReadJob:
@@ -32,9 +36,9 @@ class ReadJob:
 
 
 class WriteJob:
-    """A block to write. Its buffer must not change until the write is done."""
+    """A block to write, or what makes it then. It must not change until the write is done."""
 
-    def __init__(self, name: BlockName, data: Block) -> None:
+    def __init__(self, name: BlockName, data: Block | MakeBlock) -> None:
         self.name = name
         self.data = data
 
@@ -63,23 +67,28 @@ class ScanResult(NamedTuple):
 
 
 IoResult: TypeAlias = ReadResult | WriteResult | ScanResult
-_Task: TypeAlias = Callable[[], IoResult | None]
+_Task: TypeAlias = Callable[[Block], IoResult | None]  # gets a buffer of a block
 
 
 class IoThreads:
-    """`num_threads` threads that use one store. All methods are called by the owner's thread."""
+    """`num_threads` threads that read from one store, and as many for its other jobs.
+
+    All methods are called by the owner's thread.
+    """
 
     def __init__(self, name: str, store: BlockStore, num_threads: int) -> None:
         assert num_threads > 0, f"num_threads={num_threads}"
         self.results: deque[IoResult] = deque()  # the owner pops from the left
         self._store = store
-        self._work = threading.Condition()  # guards the three below and the private fields of read jobs
+        self._lock = threading.Lock()  # guards the three below and the private fields of read jobs
+        self._has_reads, self._has_tasks = threading.Condition(self._lock), threading.Condition(self._lock)
         self._reads: deque[ReadJob] = deque()
         self._tasks: deque[_Task] = deque()
         self._is_closed = False
         self._deletes_at = float("-inf")
         self._threads = [
-            threading.Thread(target=self._run, name=f"tier-{name}-{number}", daemon=True)
+            threading.Thread(target=run, name=f"tier-{name}-{number}", daemon=True)
+            for run in (self._run_reads, self._run_tasks)
             for number in range(num_threads)
         ]
         self._start()
@@ -90,13 +99,13 @@ class IoThreads:
 
     def read(self, job: ReadJob) -> None:
         """Queue a read. Each block gives a `ReadResult`; those after a failed one may give none."""
-        with self._work:
+        with self._lock:
             self._reads.append(job)
-            self._work.notify(len(job.names))
+            self._has_reads.notify(len(job.names))
 
     def cancel(self, job: ReadJob) -> bool:
         """Stop a read: no thread begins to write into its buffers after this. True if none does so right now."""
-        with self._work:
+        with self._lock:
             job._is_cancelled = True
             with contextlib.suppress(ValueError):  # threads that hang would never pass it, and it keeps its buffers
                 self._reads.remove(job)
@@ -104,26 +113,15 @@ class IoThreads:
 
     def write(self, job: WriteJob, evicted: list[BlockName]) -> None:
         """Queue a write that first deletes `evicted`. It gives a `WriteResult`."""
-        self._submit(lambda: self.write_now(job, evicted))
-
-    def write_now(self, job: WriteJob, evicted: list[BlockName]) -> WriteResult:
-        """The same on the calling thread, for a store to which writing is a copy in memory."""
-        begun_at = time.monotonic()
-        self._delete_all(evicted)
-        failure = self._store.write(job.name, job.data)
-        return WriteResult(job, failure, time.monotonic() - begun_at)
+        self._submit(lambda scratch: self._write(job, evicted, scratch))
 
     def delete(self, names: list[BlockName]) -> None:
         """Queue the deletion of these blocks. It gives no result."""
-        self._submit(lambda: self._delete_all(names))
+        self._submit(lambda _: self._delete_all(names))
 
     def scan(self) -> None:
         """Queue a scan of the store. It gives a `ScanResult`, with parents before the blocks that hang from them."""
-        self._submit(self._scan_now)
-
-    def _scan_now(self) -> ScanResult:
-        found = self._store.scan()
-        return ScanResult(found if isinstance(found, StoreFailure) else parents_first(found))
+        self._submit(self._scan)
 
     def close(self, timeout_s: float) -> bool:
         """Drop all reads, finish the other jobs as far as `timeout_s` allows. True if all threads have ended.
@@ -131,44 +129,56 @@ class IoThreads:
         A thread that hangs in the store is left behind until the process ends.
         """
         deadline = time.monotonic() + timeout_s
-        with self._work:
+        with self._lock:
             self._is_closed = True
-            self._work.notify_all()
+            self._has_reads.notify_all()
+            self._has_tasks.notify_all()
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        with self._work:
+        with self._lock:
             self._tasks.clear()
         return not any(thread.is_alive() for thread in self._threads)
 
     def _submit(self, task: _Task) -> None:
-        with self._work:
+        with self._lock:
             self._tasks.append(task)
-            self._work.notify()
+            self._has_tasks.notify()
 
     # What follows runs on the I/O threads.
 
-    def _run(self) -> None:
+    def _run_reads(self) -> None:
+        self._run(self._has_reads, self._next_read)
+
+    def _run_tasks(self) -> None:
+        if sys.platform == "linux":  # elsewhere it is of the whole process
+            os.nice(_NICE)
+        self._run(self._has_tasks, self._next_task)
+
+    def _run(self, has_work: threading.Condition, next_task: Callable[[], _Task | None]) -> None:
+        """Do tasks until nothing is left after `close`."""
         scratch = np.empty(self._store.block_bytes, np.uint8)
-        while (task := self._next_task(scratch)) is not None:
-            if (result := task()) is not None:
+        while True:
+            with self._lock:
+                while (task := next_task()) is None and not self._is_closed:
+                    has_work.wait()
+            if task is None:
+                return
+            if (result := task(scratch)) is not None:
                 self.results.append(result)
 
-    def _next_task(self, scratch: Block) -> _Task | None:
-        """The next block of the oldest read, else the oldest other task. None when nothing is left after `close`."""
-        with self._work:
-            while True:
-                while self._reads and not self._is_wanted(self._reads[0], self._reads[0]._next):
-                    self._reads.popleft()
-                if self._reads:
-                    job = self._reads[0]
-                    position = job._next
-                    job._next += 1
-                    return lambda: self._read(job, position, scratch)
-                if self._tasks:
-                    return self._tasks.popleft()
-                if self._is_closed:
-                    return None
-                self._work.wait()
+    def _next_task(self) -> _Task | None:
+        return self._tasks.popleft() if self._tasks else None
+
+    def _next_read(self) -> _Task | None:
+        """The next block of the oldest read."""
+        while self._reads and not self._is_wanted(self._reads[0], self._reads[0]._next):
+            self._reads.popleft()
+        if not self._reads:
+            return None
+        job = self._reads[0]
+        position = job._next
+        job._next += 1
+        return lambda scratch: self._read(job, position, scratch)
 
     def _is_wanted(self, job: ReadJob, position: int) -> bool:
         return position < job._limit and not job._is_cancelled and not self._is_closed
@@ -176,7 +186,7 @@ class IoThreads:
     def _read(self, job: ReadJob, position: int, scratch: Block) -> ReadResult | None:
         begun_at = time.monotonic()
         data = self._store.read(job.names[position], scratch)
-        with self._work:
+        with self._lock:
             if isinstance(data, StoreFailure):
                 job._limit = min(job._limit, position)
                 return ReadResult(job, position, data, time.monotonic() - begun_at)
@@ -186,9 +196,20 @@ class IoThreads:
         # NOTE: buffers are written here only, and `cancel` sees that it happens. So a read that hangs in the store can
         # be given up at once: it writes to `scratch`.
         np.copyto(job.buffers[position], data)
-        with self._work:
+        with self._lock:
             job._num_copying -= 1
         return ReadResult(job, position, None, time.monotonic() - begun_at)
+
+    def _write(self, job: WriteJob, evicted: list[BlockName], scratch: Block) -> WriteResult:
+        begun_at = time.monotonic()
+        self._delete_all(evicted)
+        data = job.data if isinstance(job.data, np.ndarray) else job.data(scratch)
+        failure = data if isinstance(data, StoreFailure) else self._store.write(job.name, data)
+        return WriteResult(job, failure, time.monotonic() - begun_at)
+
+    def _scan(self, _: Block) -> ScanResult:
+        found = self._store.scan()
+        return ScanResult(found if isinstance(found, StoreFailure) else parents_first(found))
 
     def _delete_all(self, names: list[BlockName]) -> None:
         """Delete blocks, unless the store does not delete: then their threads are not kept from reads for long."""

@@ -27,7 +27,6 @@ class MemoryStore(BlockStore):
 
     prior = TIER_PRIORS["host"]
     num_threads = 1
-    is_instant = True
 
     @classmethod
     @override

@@ -18,7 +18,7 @@ from typing import cast
 import numpy as np
 
 from tandem.kv_transfer.eviction.base import EvictionPolicy
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, MakeBlock, StoreFailure
 from tandem.kv_transfer.tiers.block_index import BlockIndex, StoredBlock
 from tandem.kv_transfer.tiers.io_threads import IoThreads, ReadJob, ReadResult, ScanResult, WriteJob, WriteResult
 from tandem.protocol.messages import TierLoad
@@ -74,7 +74,7 @@ class _TierCounters:
 
 
 class TierWrite(WriteJob):
-    """A block being stored. Its buffer must not change until `is_done`."""
+    """A block being stored. Its bytes must not change until `is_done`."""
 
     is_done = False
 
@@ -153,6 +153,11 @@ class Tier:
         """Blocks that were asked for and are not loaded yet."""
         return sum(len(load.names) - load.num_loaded for load in self._live)
 
+    @property
+    def num_free_writes(self) -> int:
+        """How many more blocks can be queued to be stored."""
+        return max(self._max_queued_stores - len(self._writes), 0)
+
     def digests(self) -> list[bytes]:
         """All stored blocks: a snapshot for a listener that missed events."""
         return self._index.digests()
@@ -182,12 +187,13 @@ class Tier:
         self._settle(load, now)
         return load
 
-    def store(self, digest: bytes, parent: bytes | None, data: Block) -> TierWrite | None:
+    def store(self, digest: bytes, parent: bytes | None, data: Block | MakeBlock) -> TierWrite | None:
         """Begin to keep a block, evicting others if need be. None if it is already stored or is dropped.
 
-        With None the buffer is free at once.
+        `data` is its bytes, whose buffer is free at once with None, or a function that makes them in an I/O thread.
         """
-        self._check_size(data)
+        if isinstance(data, np.ndarray):
+            self._check_size(data)
         if digest in self:
             return None
         if reason := self._why_not_stored(parent):
@@ -199,10 +205,7 @@ class Tier:
             self._counts.drops["not worth it"] += 1
             return None
         write = self._writes[digest] = TierWrite(name, data)
-        if self._store.is_instant:
-            self._write_done(self._io.write_now(write, evicted), self._clock())
-        else:
-            self._io.write(write, evicted)
+        self._io.write(write, evicted)
         return write
 
     def note_dropped(self, reason: str, num_blocks: int) -> None:
@@ -306,7 +309,7 @@ class Tier:
             return self._why_absent
         if parent is not None and parent not in self:
             return "parent not there"  # no lookup could find it; if the parent is computed again, so is this block
-        return "queue full" if len(self._writes) >= self._max_queued_stores else ""
+        return "" if self.num_free_writes else "queue full"
 
     def _check_size(self, buffer: Block) -> None:
         expected = (np.dtype(np.uint8), (self._store.block_bytes,))

@@ -31,7 +31,7 @@ GPU_MEMORY_SHARE = 0.9  # what workers take; the rest is for temporaries of step
 
 DType = Literal["auto", "float32", "bfloat16"]
 AttentionBackendName = Literal["auto", "cpu", "fa3", "triton"]
-Codec = Literal["raw", "fp8", "int8", "int4"]
+Codec = Literal["raw", "exact", "fp8", "int8", "int4"]
 
 
 def _is_power_of_two(value: int) -> bool:
@@ -258,7 +258,7 @@ class TierConfig:
         Gigabytes, Setting("GB of host memory, in each worker, for KV that its pool evicts; 0 = none.", TIERS)
     ] = 0.0
     host_cache_codec: Annotated[
-        Codec, Setting("Encoding of KV in host memory; all but raw lose a little precision.", TIERS)
+        Codec, Setting("Encoding of KV in host memory; all but raw and exact lose a little precision.", TIERS)
     ] = "raw"
     disk_cache_path: Annotated[
         str,
@@ -359,7 +359,7 @@ class TierConfig:
     @property
     def codec_identity(self) -> str:
         """Lossy codecs that KV of this worker may have passed through, which is part of its identity; "raw" if none."""
-        return "+".join(sorted({spec.codec for spec in self.specs} - {"raw"})) or "raw"
+        return "+".join(sorted({spec.codec for spec in self.specs} - {"raw", "exact"})) or "raw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

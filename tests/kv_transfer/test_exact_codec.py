@@ -1,4 +1,4 @@
-"""The codec `exact`: the same bits or no block at all, from the torch operations and from the kernels of a CPU alike."""
+"""The codec `exact`: the same bits or no block at all, from torch operations and from the kernels of a CPU alike."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_bit_comes_back_or_the_block_is_not_held(
 
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001, 0x807F, 0x8000, 0x0000, 0x7F7F])
 def test_numbers_at_the_edges_stay_as_they_are(bits: int) -> None:
-    """Infinities, NaNs of several bits, denormals, zeros of both signs; beside the largest number, others do not fit."""
+    """Infinities, NaNs, denormals, zeros of both signs. Beside the largest number, others do not fit."""
     blocks = torch.randn(1, *SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
     bits_of(blocks).view(-1)[[0, 511, 512, 1023, 2000]] = from_bits(torch.tensor(bits), ()).view(torch.int16)
     assert held(blocks) == [bits != 0x7F7F]
@@ -151,7 +151,7 @@ def test_the_kv_of_a_family_is_held(family: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", SERVED[family])
     engine = Engine(EngineConfig(model=str(folder), dtype="bfloat16", device="cpu", pool_bytes=8 << 20, max_num_seqs=2))
     generate(engine, [make_prompt(300)], max_tokens=30)
-    blocks = engine.kv.read(list(engine.pool.block_of(digest) for digest in engine.pool.cached_digests()))  # type: ignore[arg-type]
+    blocks = engine.kv.read(list(engine.pool._index.block_of.values()))
     assert len(blocks) >= 20
     assert all(held(blocks))
     engine.close()

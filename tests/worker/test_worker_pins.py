@@ -192,7 +192,8 @@ async def test_after_a_restart_a_pin_is_served_from_host(host_codec: str, tiny_m
         worker = cluster.worker("c")
         pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.HOST)
         await pin(cluster, "c", pinned)
-        await eventually(lambda: worker.parts.pins.load().num_blocks["dram"] == 12)
+        host = worker.parts.cache.tier("dram")
+        await eventually(lambda: host is not None and host.tier.count_present(pinned.digests) == 12)
         assert await held(cluster, "c", "a") == {"pool": 0, "dram": 12, "ssd": 12}
         assert worker.parts.pins.load().num_prefetched == {"dram": 12}
         num_disk_reads = (await tier(cluster, "c", "ssd")).num_hits

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.engine import Engine
+from tandem.kv_transfer.tiers.base import StoreFailure
 from tandem.kv_transfer.tiers.tier import TierRead
 from tandem.protocol.messages import Prefetch
 from tandem.worker.kv.cached_tier import CachedTier
@@ -176,7 +177,9 @@ class Prefetcher:
         stored = []
         for idx, row in enumerate(data.numpy()[: max(kept.room, 0)], piece.first_block):
             parent = piece.chain[idx - 1] if idx else None
-            if host.tier.store(piece.chain[idx], parent, row) is not None:
+            if not host.codec.holds(row, self._engine.kv.block_shape):
+                host.tier.note_dropped(StoreFailure.UNFIT.value, 1)
+            elif host.tier.store(piece.chain[idx], parent, row) is not None:
                 stored.append(piece.chain[idx])
         kept.keep(stored)  # at once, or the next piece would count on the same room
         self.num_blocks[host.name] += len(stored)

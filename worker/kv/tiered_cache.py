@@ -15,7 +15,6 @@ import msgspec
 
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence as EngineSequence
-from tandem.kv_transfer.codec import create_codec
 from tandem.kv_transfer.tiers.base import StoreSettings
 from tandem.kv_transfer.tiers.key import StoreKey, load_key
 from tandem.kv_transfer.tiers.kinds import is_shared_by_all, open_store
@@ -25,6 +24,7 @@ from tandem.protocol.messages import POOL_PLACE, StepStats, TierLoad
 from tandem.protocol.plugins import EVICTION_POLICIES
 from tandem.scheduling.cost_model import StepModel
 from tandem.worker.kv.cached_tier import CachedTier
+from tandem.worker.kv.cpu_codec import codec_for
 from tandem.worker.kv.fetcher import Fetcher
 from tandem.worker.kv.host_buffers import CudaPages, HostBuffers, PinnedBuffers
 from tandem.worker.kv.offload import MAX_IN_FLIGHT_BYTES, Offloader
@@ -141,7 +141,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
 
 
 def _make_tier(engine: Engine, spec: TierSpec, key: StoreKey | None, buffers: HostBuffers) -> CachedTier:
-    codec = create_codec(spec.codec)
+    codec = codec_for(spec.codec, engine.kv.device)
     block_bytes = codec.encoded_bytes(engine.kv.block_shape, engine.kv.dtype)
     num_blocks = max(int(spec.gb * 1e9) // block_bytes, 1)
     make_policy = EVICTION_POLICIES.load(spec.eviction, spec.setting)

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,18 +120,17 @@ class SteppedIo(IoThreads):
         self._hung: list[Callable[[], Any]] = []
 
     def step(self, rng: random.Random, hang_rate: float) -> None:
-        """One thread does what it was hung in, or what comes next."""
+        """One thread does what it was hung in, or what comes next for a thread of its kind."""
         if self._hung and rng.random() >= hang_rate:
             self._do(self._hung.pop(rng.randrange(len(self._hung))))
-        has_work = self._tasks or any(self._is_wanted(job, job._next) for job in self._reads)
-        if not has_work or len(self._hung) >= self._num_threads:
+        next_one = rng.choice([self._next_read, self._next_task])
+        if len(self._hung) >= self._num_threads or (task := next_one()) is None:
             return
-        task = self._next_task(np.empty(self._store.block_bytes, np.uint8))
-        assert task is not None
+        work = partial(task, np.empty(self._store.block_bytes, np.uint8))
         if rng.random() < hang_rate:
-            self._hung.append(task)
+            self._hung.append(work)
         else:
-            self._do(task)
+            self._do(work)
 
     def _do(self, task: Callable[[], Any]) -> None:
         if (result := task()) is not None:
@@ -183,7 +183,8 @@ class Schedule:
         names = self.rng.choice(CHAINS)
         for name in names[: self.rng.randint(1, len(names))]:
             data = CONTENT[name].copy()
-            self.writes.append((self.tier.store(*name, data), data))
+            made = self.rng.choice([data, lambda _, data=data: data, lambda _: StoreFailure.EVICTED])
+            self.writes.append((self.tier.store(*name, made), data))
 
     def load(self) -> None:
         names = self.rng.choice(CHAINS)

@@ -400,11 +400,12 @@ def test_blocks_still_on_the_device_are_bounded_and_stored_as_they_arrive(
     monkeypatch.setattr(SlowCopy, "arrived", False)
     rng = random.Random(14)
     engine = make_engine(tiny_model)
+    LateDevice(engine, 0, share_done=1.0)
     machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
     (cached,) = machine.cache.tiers
     sequence = machine.serve(prompt_of(rng, 20))
     assert (len(cached.tier.digests()), machine.cache.is_busy) == (0, True)
-    assert cached.tier.stats().num_drops == {"offload queue full": 5}
+    assert cached.tier.stats().num_drops == {}
     exact = cached_kv(engine, sequence.digests[:15])
     machine.flood_unsettled(rng)
     monkeypatch.setattr(SlowCopy, "arrived", True)
