@@ -38,6 +38,7 @@ def unpack(pool: Tensor, block_ids: Tensor | None, data: Tensor, unit_elements: 
 def _arguments(
     pool: Tensor, block_ids: Tensor | None, data: Tensor, unit_elements: int, num_exceptions: int
 ) -> tuple[int | None, ...]:
+    assert pool.device.type == data.device.type == "cpu", f"these kernels are a CPU's: {pool.device}, {data.device}"
     assert pool.is_contiguous(), "blocks of the pool must lie one after the other"
     assert data.stride(1) == 1 or data.shape[1] == 1, "rows must be contiguous"
     ids, num_units = None, pool[:1].numel() // unit_elements
