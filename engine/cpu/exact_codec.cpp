@@ -6,7 +6,14 @@
 
 namespace {
 
-constexpr int WIDE = 32; // elements of a vector
+// Elements of a vector, which is one register: wider ones are split badly.
+#if defined(__AVX512BW__)
+constexpr int WIDE = 32;
+#elif defined(__AVX2__)
+constexpr int WIDE = 16;
+#else
+constexpr int WIDE = 8;
+#endif
 typedef uint16_t vhalfs __attribute__((vector_size(WIDE * 2), aligned(2), may_alias));
 typedef uint8_t vbytes __attribute__((vector_size(WIDE), aligned(1), may_alias));
 typedef uint64_t vwords __attribute__((vector_size(WIDE * 2)));
