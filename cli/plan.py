@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from tandem.simulator.shapes import ATTAINMENT, ShapeSearch, machine_of
 
 _MAX_CURVE_REQUESTS = 20_000  # of a trace, for the curve of hits
 _READ_TIMEOUT_S = 10.0
+_MAX_POOLS_BYTES = 64 << 20
 _SHORT = 20  # multiples of the SLO's TTFT: a capacity is too high by about the inverse
 _SHOWN_CONTEXTS = (1 << 10, 1 << 13, 1 << 16, 1 << 17, 1 << 20)
 
@@ -228,11 +230,21 @@ def _worker(
 
 
 def _pools(url: str, api_key: str) -> bytes:
-    with server_client(url, api_key, read_timeout_s=_READ_TIMEOUT_S, lost_error=PlanError) as client:
-        response = client.get("/v1/pools")
+    content, late_s = bytearray(), time.monotonic() + _READ_TIMEOUT_S
+    with (
+        server_client(url, api_key, read_timeout_s=_READ_TIMEOUT_S, lost_error=PlanError) as client,
+        client.stream("GET", "/v1/pools") as response,
+    ):
+        for piece in response.iter_bytes():
+            content += piece
+            if len(content) > _MAX_POOLS_BYTES or time.monotonic() > late_s:
+                raise PlanError(
+                    f"from={url} sends its /v1/pools without end ({len(content):,} bytes within "
+                    f"{_READ_TIMEOUT_S:g} s); name a Tandem server"
+                )
     if response.status_code != 200:
-        raise PlanError(f"from={url} has no /v1/pools to read: {error_message(response.status_code, response.content)}")
-    return response.content
+        raise PlanError(f"from={url} has no /v1/pools to read: {error_message(response.status_code, bytes(content))}")
+    return bytes(content)
 
 
 def _load(trace: Path | None, num_simulated: int, seed: int) -> _Load:

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ def trace(tmp_path: Path) -> Path:
     lines = [common | {"timestamp": 400 * idx, "hash_ids": [3 * (idx % 20), 3 * (idx % 20) + 1]} for idx in range(60)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+class Endless(httpx.SyncByteStream):
+    """The body of an answer that never ends."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        return itertools.repeat(b" ")
 
 
 @pytest.fixture
@@ -141,6 +149,18 @@ def test_a_server_that_is_not_tandem_is_told(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_READ_TIMEOUT_S", 0.2), ("_MAX_POOLS_BYTES", 1000)])
+def test_a_server_that_never_ends_is_told(
+    limit: str, value: float, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = httpx.Client
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=Endless()))
+    monkeypatch.setattr(httpx, "Client", lambda **options: client(transport=transport, **options))
+    monkeypatch.setattr(f"tandem.cli.plan.{limit}", value)
+    assert plan(f"--model={folder}", "--from=http://x") != 0
+    assert "sends its /v1/pools without end" in capsys.readouterr().err
 
 
 def test_a_dead_server_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,10 +39,11 @@ def test_prefill_is_the_roofline_of_the_design() -> None:
 
 
 def test_a_million_tokens_of_maverick_are_restored_in_milliseconds_and_computed_in_far_longer() -> None:
-    """Micron's table (2025, DGX B200, FP8): 15 ms from memory, 140 ms from NVMe, over 2 minutes computed.
+    """Quoted for a DGX B200 with FP8: 15 ms from memory, 140 ms from NVMe, over two minutes computed (Micron, 2025).
 
-    It counts 15.6 GB of KV; the config's 12 layers without chunks make 25.2 GB, so times here are 1.6 times as long.
-    Its two minutes are those of attention in full in every layer, without the causal mask: chunks need a fifth.
+    The first two hold for 15.6 GB of KV; the config's 12 layers without chunks make 25.2 GB, so times here are 1.6
+    times as long. Two minutes are those of attention in full in every layer, without the causal mask: chunks need a
+    fifth.
     """
     maverick = geometry_of(PUBLISHED["llama-4-maverick"] | FP8, "m", kv_element_bytes=1)
     eight = plan_worker(maverick, GPUS["b200"], 8)
