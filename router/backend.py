@@ -5,8 +5,9 @@ Backends are `RequestFlow`, on our own workers, and `RemoteBackend`, in a fronte
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.messages import Prefetch, SequenceDelta
@@ -62,7 +63,24 @@ class GenerateRequest:
     # those that wait for it begin with it, as forks of its sequence.
     fork_of: str = ""
     call_ids: frozenset[int] = frozenset()  # an answer with one of these tokens calls a tool; empty = none can tell
+    is_demoted: bool = False  # when it is complete, its blocks are the first that tiers evict
     adapter: str = ""  # LoRA adapter: only workers that serve it are used, and only its requests share blocks
+
+
+class HintAction(enum.StrEnum):
+    """What a request's cache hint asks for."""
+
+    RETAIN = "retain"
+    DEMOTE = "demote"
+    PREFETCH = "prefetch"
+
+
+class HintedPin(NamedTuple):
+    """What a cache hint got."""
+
+    ttl_s: float
+    num_tokens: int  # in the blocks that are kept
+    is_cut: bool  # the quota left room for this beginning only
 
 
 class Pins(Protocol):
@@ -74,6 +92,12 @@ class Pins(Protocol):
 
     async def pin(self, request: PinRequest) -> PinState:
         """Keep a prefix. Raises a `ServingError`."""
+
+    async def hint(self, request: PinRequest, action: HintAction) -> HintedPin:
+        """Keep a prefix as far and as long as the quotas allow; for `DEMOTE` only say whether it has an effect.
+
+        Raises a `ServingError` if nothing can be done.
+        """
 
     async def unpin(self, pin_id: str, tenant: str | None) -> None:
         """End a pin now. Raises `PinNotFound`."""

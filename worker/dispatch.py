@@ -126,7 +126,7 @@ class MessageDispatcher:
                 for request_id in parts.replies.welcome(identity, message, self._reporter.card):
                     self._cancel(request_id)
             case TurnEnd():
-                parts.cache.note_end(message.digests, has_calls=message.has_calls)
+                parts.cache.note_end(message.digests, has_calls=message.has_calls, is_demoted=message.is_demoted)
             case SnapshotRequest():
                 self._send_snapshots(identity, message.places)
             case Pin():

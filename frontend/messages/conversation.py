@@ -42,6 +42,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
         top_p=request.top_p,
         top_k=request.top_k,
         seed=request.seed,
+        cache_hints=request.cache_hints,
         conversation_id=request.conversation_id,
         priority=request.priority,
     )

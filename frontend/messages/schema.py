@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.frontend.openai.schema import (
+    CacheHints,
     CacheSalt,
     Conversation,
     Doc,
@@ -208,5 +209,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
     seed: Annotated[
         Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None, Doc("Makes sampling repeatable; by default random.")
     ] = None
+    cache_hints: CacheHints = msgspec.field(default_factory=absent)
     conversation_id: Conversation = None
     priority: QueuePriority = None

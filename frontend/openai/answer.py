@@ -21,6 +21,7 @@ from tandem.frontend.http.heartbeat import Heartbeat
 from tandem.frontend.http.metrics import FrontendMetrics, RequestClock
 from tandem.frontend.http.request_options import EXPLAIN_HEADER, key_use_of, note_unserved, span_of
 from tandem.frontend.http.response_writer import ResponseWriter
+from tandem.frontend.openai.cache_hints import follow_hints
 from tandem.frontend.openai.choice_text import ChoiceDelta
 from tandem.frontend.openai.choices import run_choices
 from tandem.frontend.openai.planned_answer import FinishedChoice, PlannedAnswer
@@ -44,12 +45,14 @@ async def answer_request(
     if use is not None:
         max_tokens = sum(choice.request.sampling.max_tokens for choice in answer.choices)
         await use.charge(answer.num_prompt_tokens, len(answer.choices), max_tokens)
+    prompts = [choice.request for choice in answer.choices if choice.is_first_sibling]
+    headers = await follow_hints(request, answer.hints, prompts, backend.cache)
     deltas = run_choices(backend, answer.choices, tokenizer, lambda: RequestClock(metrics, answer.arrived_s, use))
     span = span_of(request.scope)
     if span is not None and span.is_sampled:
         deltas = TracedAnswer(deltas, answer, span)
     if answer.is_stream:
-        return _EventStream(answer, deltas, metrics)
+        return _EventStream(answer, deltas, metrics, headers)
     try:
         async with cancel_on_disconnect(request.receive):
             body, decision = await _collect(answer, deltas)
@@ -58,7 +61,7 @@ async def answer_request(
         raise
     metrics.duration_s.observe(time.perf_counter() - answer.arrived_s)
     response = Response(msgspec.json.encode(body), media_type="application/json")
-    response.raw_headers += _explanation(decision)
+    response.raw_headers += headers + _explanation(decision)
     return response
 
 
@@ -94,7 +97,13 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: PlannedAnswer, deltas: Stream[ChoiceDelta], metrics: FrontendMetrics) -> None:
+    def __init__(
+        self,
+        answer: PlannedAnswer,
+        deltas: Stream[ChoiceDelta],
+        metrics: FrontendMetrics,
+        headers: list[tuple[bytes, bytes]],
+    ) -> None:
         self._answer = answer
         self._events = answer.format.events(answer)
         self._deltas = deltas
@@ -103,6 +112,7 @@ class _EventStream(Response):
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
+        self.raw_headers += headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as an ASGI app."""

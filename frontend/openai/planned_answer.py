@@ -11,6 +11,7 @@ from msgspec import UNSET
 
 from tandem.frontend.http.answer_shapes import Error
 from tandem.frontend.openai.answer_shapes import CompletionTokensDetails, EndReason, PromptTokensDetails, Usage
+from tandem.frontend.openai.cache_hints import Hints
 from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.frontend.openai.logprobs import TokenEntry
 from tandem.text.tool_calls.events import Event, content_events
@@ -145,6 +146,7 @@ class PlannedAnswer:
     is_stream: bool = False
     has_usage: bool = False
     has_running_usage: bool = False
+    hints: Hints = ()
 
     @property
     def shows_token_ids(self) -> bool:

@@ -13,6 +13,7 @@ from tandem.frontend.http.ignored_fields import note_ignored
 from tandem.frontend.http.request_options import RequestOptions
 from tandem.frontend.http.sessions import conversation_named, routing_session
 from tandem.frontend.openai.answer_formats import AnswerParsing
+from tandem.frontend.openai.cache_hints import Hints, is_demoted, read_hints
 from tandem.frontend.openai.choice_text import ChoicePlan
 from tandem.frontend.openai.logprobs import ScoredPrompt
 from tandem.frontend.openai.planned_answer import AnswerFormat, PlannedAnswer
@@ -65,7 +66,8 @@ def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAns
     if stream_options is not None and not fields.stream:
         note_ignored("stream_options", "the answer is not streamed")
     check_prompt_tokens((len(prompt.token_ids) for prompt in request.prompts), fields.n or 1)
-    choices = _choices(context, request)
+    hints = read_hints(fields.cache_hints)
+    choices = _choices(context, request, hints)
     if request.num_logprobs is not None and not fields.stream and context.backend.max_model_len is not None:
         num_tokens = sum(choice.request.sampling.max_tokens for choice in choices)
         check_held_logprobs(num_tokens, request.num_logprobs)
@@ -81,10 +83,11 @@ def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAns
         is_stream=bool(fields.stream),
         has_usage=has_usage,
         has_running_usage=bool(has_usage and stream_options and stream_options.continuous_usage_stats),
+        hints=hints,
     )
 
 
-def _choices(context: ServingContext, request: PreparedRequest) -> list[ChoicePlan]:
+def _choices(context: ServingContext, request: PreparedRequest, hints: Hints) -> list[ChoicePlan]:
     """`n` choices for each prompt; the first of them computes it, and its siblings are forks of it."""
     stops = stop_strings(request.fields)
     has_limit = request.requested_tokens is not None or request.default_tokens is not None
@@ -95,7 +98,7 @@ def _choices(context: ServingContext, request: PreparedRequest) -> list[ChoicePl
             choices.append(
                 ChoicePlan(
                     index=index,
-                    request=_generate_request(request, prompt, params, index, sibling),
+                    request=_generate_request(request, prompt, params, index, sibling, hints),
                     stops=stops,
                     skip_special_tokens=request.fields.skip_special_tokens is not False,
                     shows_stop=bool(request.fields.include_stop_str_in_output),
@@ -136,7 +139,7 @@ def _sampling(context: ServingContext, request: PreparedRequest) -> Iterator[Sam
 
 
 def _generate_request(
-    request: PreparedRequest, prompt: Prompt, params: SamplingParams, index: int, sibling: int
+    request: PreparedRequest, prompt: Prompt, params: SamplingParams, index: int, sibling: int, hints: Hints
 ) -> GenerateRequest:
     session = routing_session(request.conversation_id, request.fields.user)
     service_class = msgspec.structs.replace(request.options.service_class, session=session)
@@ -157,4 +160,5 @@ def _generate_request(
         fork_of=f"{request.options.request_id.unique}-{index - sibling}" if sibling else "",
         traceparent=request.options.traceparent,
         call_ids=request.call_ids,
+        is_demoted=is_demoted(hints),
     )

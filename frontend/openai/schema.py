@@ -54,6 +54,14 @@ CacheSalt = Annotated[
     str | None,
     Doc(f"At most {MAX_CACHE_SALT_CHARS} characters: only requests with the same salt share cached prefixes."),
 ]
+CacheHints = Annotated[
+    msgspec.Raw,
+    Doc(
+        "What to do with the cached prompt (`prefix`) or conversation (`session`): docs/tiers.md. Never an error: the "
+        "response header `x-tandem-cache-hints` says of each of the first 16 whether it was accepted.",
+        examples=[[{"target": "session", "action": "retain", "ttl_s": 300, "priority": 50}]],
+    ),
+]
 AddSpecialTokens = Annotated[
     bool | None, Doc("Whether to add what the model puts around a text, such as BOS: by default to a prompt only.")
 ]
@@ -192,6 +200,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     ebnf: Annotated[str | None, Doc("As `structured_outputs.grammar`.")] = None
     grammar: Annotated[str | None, Doc("As `structured_outputs.grammar`.")] = None
     cache_salt: CacheSalt = None
+    cache_hints: CacheHints = msgspec.field(default_factory=absent)
     conversation_id: Conversation = None
     prompt_cache_key: PromptCacheKey = None
     user: Annotated[Any, Doc("The session of the routing strategy `session`, if no conversation is named.")] = None

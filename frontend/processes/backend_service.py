@@ -29,6 +29,7 @@ class BackendService:
         table.add(Backend.serve)(backend.serve)
         table.add(Backend.explain)(backend.explain)
         table.add(Pins.pin)(pins.pin)
+        table.add(Pins.hint)(pins.hint)
         table.add(Pins.unpin)(pins.unpin)
         table.add(Pins.prefetch)(pins.prefetch)
         table.add(Pins.pins)(pins.pins)

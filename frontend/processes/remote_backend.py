@@ -69,6 +69,7 @@ class _RemotePins(RemoteObject):
     """The pins of the KV cache."""
 
     pin = asked(Pins.pin)
+    hint = asked(Pins.hint)
     unpin = asked(Pins.unpin)
     prefetch = asked(Pins.prefetch)
     pins = asked(Pins.pins)

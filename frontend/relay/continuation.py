@@ -33,7 +33,7 @@ _SETTLED = frozenset(
         *("prompt", "messages", "stop", "min_tokens", "max_tokens", "max_completion_tokens", "return_token_ids"),
         *("add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template"),
         *("chat_template_kwargs", "documents", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "session_id", "conversation_id", "parallel_tool_calls"),
+        *("cache_hints", "prompt_cache_key", "session_id", "conversation_id", "parallel_tool_calls"),
     }
 )
 # Fields that must be unset or have one of these values: otherwise their effect would start over.

@@ -78,6 +78,7 @@ def chat_request(
         min_tokens=request.min_tokens,
         chat_template_kwargs=request.chat_template_kwargs,
         cache_salt=request.cache_salt,
+        cache_hints=request.cache_hints,
         conversation_id=request.conversation_id or conversation_id,
         prompt_cache_key=request.prompt_cache_key,
         user=request.user,

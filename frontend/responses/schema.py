@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.frontend.openai.schema import (
+    CacheHints,
     CacheSalt,
     ConversationId,
     Count,
@@ -126,6 +127,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     min_tokens: Annotated[Count | None, Doc("No end before this many tokens.")] = None
     chat_template_kwargs: TemplateKwargs = None
     cache_salt: CacheSalt = None
+    cache_hints: CacheHints = msgspec.field(default_factory=absent)
     conversation_id: Annotated[ConversationId | None, Doc("The conversation, for pins; else the first response's.")] = (
         None
     )

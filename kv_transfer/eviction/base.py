@@ -32,7 +32,7 @@ class Node:
         self.num_pins = 0
         self.num_uses = 0
         self.queue = 0
-        self.rank: Any = 0  # comparable within one policy
+        self.rank: Any = 0  # a number, comparable within one policy; below 0 = demoted
         self.run: Any = None
 
     @property
@@ -117,7 +117,10 @@ class EvictionPolicy(ABC):
         node = self._nodes[key] = Node(key, parent_key)
         node.num_children = self._orphans.pop(key, 0)
         self._count_child(node, 1)
-        self._on_add(node, self._parent_of(node))
+        parent = self._parent_of(node)
+        self._on_add(node, parent)
+        if parent is not None and parent.rank < 0 and parent.num_children == 1:  # the rest of a demoted chain
+            node.rank = parent.rank
         self._sizes[node.queue] += 1
         self._offer(node)
 
@@ -139,6 +142,20 @@ class EvictionPolicy(ABC):
 
         `has_calls`: it called a tool, so its conversation goes on when the tool is done; otherwise it could have.
         """
+
+    def demote(self, key: Hashable) -> None:
+        """Evict a resident key before all others, and its ancestors up to the first with other children.
+
+        It lasts until they are hit again. A key that is pinned or has children is left alone, because other chains use
+        it. Policies whose own ranks may be below 0 override this.
+        """
+        self._tick += 1
+        node: Node | None = self._nodes[key]
+        num_children = 0
+        while node is not None and node.num_children == num_children and not node.num_pins:
+            node.rank = -self._tick
+            self._offer(node)
+            node, num_children = self._parent_of(node), 1
 
     def pin(self, key: Hashable) -> None:
         """Keep a resident key and its ancestors until the same number of `unpin` calls."""

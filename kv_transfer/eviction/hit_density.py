@@ -149,6 +149,8 @@ class HitDensity(EvictionPolicy):
         return min(leaves, key=self._worth, default=None)
 
     def _worth(self, node: Node) -> tuple[float, int]:
+        if node.rank < 0:
+            return -1.0, node.rank
         return self._density[node.queue][_step_of(self._num_lookups - node.rank)], node.rank
 
     def _next_lookup(self) -> None:

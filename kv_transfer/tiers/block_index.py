@@ -71,11 +71,16 @@ class BlockIndex:
             if not block.is_forgotten:
                 self._policy.unpin(block.name.digest)
 
-    def note_end(self, digests: Sequence[bytes], *, has_calls: bool) -> None:
-        """Note how the answer at the end of this chain ended. Blocks of it that come later belong to it too."""
+    def note_end(self, digests: Sequence[bytes], *, has_calls: bool, is_demoted: bool = False) -> None:
+        """Note how the answer at the end of this chain ended. Blocks of it that come later belong to it too.
+
+        `is_demoted`: its client is done with the chain, so it is evicted first.
+        """
         deepest = next((digest for digest in reversed(digests) if digest in self._policy), None)
         if deepest is not None:
             self._policy.note_end(deepest, has_calls=has_calls)
+            if is_demoted:
+                self._policy.demote(deepest)
 
     def pin(self, digests: Iterable[bytes]) -> None:
         """Keep these blocks from eviction until `unpin`, also those stored later; a second pin changes nothing."""

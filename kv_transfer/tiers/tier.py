@@ -213,9 +213,9 @@ class Tier:
         if num_blocks:
             self._counts.drops[reason] += num_blocks
 
-    def note_end(self, digests: Sequence[bytes], *, has_calls: bool) -> None:
+    def note_end(self, digests: Sequence[bytes], *, has_calls: bool, is_demoted: bool = False) -> None:
         """As `BlockIndex.note_end`."""
-        self._index.note_end(digests, has_calls=has_calls)
+        self._index.note_end(digests, has_calls=has_calls, is_demoted=is_demoted)
 
     def pin(self, digests: Iterable[bytes]) -> None:
         """Keep these blocks from eviction until `unpin`, also those stored later; a second pin changes nothing."""

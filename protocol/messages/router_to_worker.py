@@ -128,10 +128,11 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TurnEnd(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How an answer ended, of a request that may call tools: it says how soon its conversation comes back."""
+    """How an answer ended, which says how soon its conversation comes back: of requests with tools or a hint."""
 
     digests: Digests  # from the prompt's last full block to the answer's; those that are not in a tier are ignored
     has_calls: bool
+    is_demoted: bool = False  # its client is done with it: the tiers evict it first
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

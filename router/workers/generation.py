@@ -176,12 +176,13 @@ class Generation(QueueStream[SequenceDelta]):
         attempt.end()
         if self._output:
             tail = self._reservation.record_answer(self._output, self._num_cached_tokens)
-            if self._is_complete and tail and self._request.call_ids:
+            if self._is_complete and tail and (self._request.call_ids or self._request.is_demoted):
                 self._tell_end(attempt, tail)
 
     def _tell_end(self, attempt: Attempt, tail: list[bytes]) -> None:
         """Tell the workers that hold its KV whether the answer calls a tool: the next turn then comes soon."""
-        end = TurnEnd(digests=tail, has_calls=not self._request.call_ids.isdisjoint(self._output))
+        has_calls = not self._request.call_ids.isdisjoint(self._output)
+        end = TurnEnd(digests=tail, has_calls=has_calls, is_demoted=self._request.is_demoted)
         best = attempt.placement.best
         for worker_id in {best.prefill.worker_id, best.decode.worker_id}:
             self._context.workers.send(worker_id, end)

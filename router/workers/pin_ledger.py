@@ -86,6 +86,15 @@ class PinnedChain:
     prefetch: Prefetch
     digests: tuple[bytes, ...] = ()
     key_id: str = ""  # the API key that made it; "" = none
+    is_hint: bool = False  # made by a request's cache hint
+
+    def goes_on_as(self, pin: PinnedChain, digests: Sequence[bytes]) -> bool:
+        """Whether a new pin of these blocks, by a hint, extends this one: the same conversation or a longer chain."""
+        same = (pin.owner, pin.key_id, pin.conversation_id)
+        if not self.is_hint or (self.owner, self.key_id, self.conversation_id) != same:
+            return False
+        num = len(self.digests)  # a digest names its whole chain
+        return bool(pin.conversation_id) or (0 < num <= len(digests) and digests[num - 1] == self.digests[-1])
 
 
 class PinLedger:
@@ -161,6 +170,23 @@ class PinLedger:
         self._pins[pin.pin_id] = pin
         self._cover(pin, digests)
 
+    def retain(
+        self, pin: PinnedChain, digests: Sequence[bytes], max_blocks: int, now: float, *, max_of_key: int | None = None
+    ) -> PinnedChain:
+        """Add the pin of a hint, or extend the one that it goes on; it covers as many leading blocks as quotas allow.
+
+        Raises as `add`, also if there is no room for any block.
+        """
+        earlier = next((other for other in self.live(now) if other.goes_on_as(pin, digests)), None)
+        if earlier is None:
+            allowed = self._allowed(pin.owner.tenant, digests, max_blocks)
+            self.add(pin, allowed or digests, max_blocks, now, max_of_key=max_of_key)
+            return pin
+        earlier.expires_at = max(earlier.expires_at, pin.expires_at)
+        earlier.prefetch = pin.prefetch
+        self._cover_allowed(earlier, digests, max_blocks)
+        return earlier
+
     def _check_key(self, pin: PinnedChain, pins: Sequence[PinnedChain], limit: int | None, now: float) -> None:
         own = [other.expires_at for other in pins if other.key_id == pin.key_id]
         if limit is None or len(own) < limit:
@@ -188,10 +214,7 @@ class PinLedger:
             if (pin.owner, pin.conversation_id) != (owner, conversation_id):
                 continue
             before = pin.digests
-            self._cover(pin, ())
-            uses = self._uses.get(owner.tenant, Counter())
-            room = min(max_blocks - self.num_blocks, int(max_blocks * self._quotas.pin_tenant_share) - len(uses))
-            self._cover(pin, _leading(digests, uses, room))
+            self._cover_allowed(pin, digests, max_blocks)
             if pin.digests != before:
                 changed.append(pin)
         return changed
@@ -203,6 +226,16 @@ class PinLedger:
             if pin.digests:
                 uses.setdefault(pin.owner.tenant, Counter()).update(pin.digests)
         assert uses == self._uses, "covered blocks disagree"
+
+    def _cover_allowed(self, pin: PinnedChain, digests: Sequence[bytes], max_blocks: int) -> None:
+        self._cover(pin, ())
+        self._cover(pin, self._allowed(pin.owner.tenant, digests, max_blocks))
+
+    def _allowed(self, tenant: str, digests: Sequence[bytes], max_blocks: int) -> tuple[bytes, ...]:
+        """The leading blocks that one more pin of a tenant may cover."""
+        uses = self._uses.get(tenant, Counter())
+        room = min(max_blocks - self.num_blocks, int(max_blocks * self._quotas.pin_tenant_share) - len(uses))
+        return _leading(digests, uses, room)
 
     def _cover(self, pin: PinnedChain, digests: Sequence[bytes]) -> None:
         """Make a pin cover exactly these blocks."""

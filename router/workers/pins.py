@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ContextLengthExceeded, NoWorker, RequestError
 from tandem.protocol.messages import Pin, Prefetch, Unpin, WorkerState, worker_of
-from tandem.router.backend import PinRequest, PinState
+from tandem.router.backend import HintAction, HintedPin, PinRequest, PinState
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.pin_ledger import Conversations, PinLedger, PinnedChain, PinOwner
 from tandem.scheduling.admission.tenants import PinQuotas
@@ -75,11 +75,28 @@ class PinService:
             )
         digests = await self._chain_of(request)
         now = self._clock()
-        owner, pin_id = PinOwner(request.tenant, request.cache_scope), f"pin-{secrets.token_hex(12)}"
-        pin = PinnedChain(pin_id, owner, request.conversation_id, now + ttl_s, request.prefetch, key_id=request.key_id)
+        pin = _new_pin(request, now + ttl_s)
         self.ledger.add(pin, digests, self.max_blocks, now, max_of_key=request.max_pins_of_key)
         self._send(pin, now)
         return (await self._states([pin]))[0]
+
+    async def hint(self, request: PinRequest, action: HintAction) -> HintedPin:
+        """As `Pins.hint`. A pin of an earlier hint of this key about the same is extended: clients send one each turn.
+
+        Raises what `pin` raises.
+        """
+        if action is not HintAction.RETAIN and not any(worker.card.tiers for worker in self._registry):
+            raise RequestError(f"No worker has a tier, which {action} is about.")
+        if action is HintAction.DEMOTE:
+            return HintedPin(0.0, 0, is_cut=False)
+        ttl_s = min(DEFAULT_TTL_S if request.ttl_s is None else request.ttl_s, self._max_ttl_s)
+        digests = await self._chain_of(request)
+        now = self._clock()
+        pin = _new_pin(request, now + ttl_s, is_hint=True)
+        pin = self.ledger.retain(pin, digests, self.max_blocks, now, max_of_key=request.max_pins_of_key)
+        self._send(pin, now)
+        num_blocks = len(pin.digests)
+        return HintedPin(pin.expires_at - now, num_blocks * self._block_size, is_cut=num_blocks < len(digests))
 
     async def unpin(self, pin_id: str, tenant: str | None) -> None:
         """End a pin of this tenant now; None = of any tenant. Raises `PinNotFound`."""
@@ -200,6 +217,13 @@ class PinService:
     def _block_size(self) -> int:
         worker = next(iter(self._registry), None)
         return 0 if worker is None else worker.card.block_size
+
+
+def _new_pin(request: PinRequest, expires_at: float, *, is_hint: bool = False) -> PinnedChain:
+    owner, pin_id = PinOwner(request.tenant, request.cache_scope), f"pin-{secrets.token_hex(12)}"
+    return PinnedChain(
+        pin_id, owner, request.conversation_id, expires_at, request.prefetch, key_id=request.key_id, is_hint=is_hint
+    )
 
 
 def max_pinned_blocks(registry: Registry) -> int:

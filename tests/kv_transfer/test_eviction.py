@@ -84,6 +84,8 @@ def test_any_sequence_of_calls_keeps_the_forest(name: str, seed: int) -> None:
             model.pins[key] -= 1
         elif action < 0.85:
             policy.note_end(key, has_calls=rng.random() < 0.5)
+        elif action < 0.9:
+            policy.demote(key)
         elif action > 0.95:
             policy.remove(key)
             del model.parent_of[key], model.pins[key]
@@ -129,6 +131,35 @@ def test_bookkeeping_is_bounded(name: str) -> None:
 def test_a_tier_without_room_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="capacity=0"):
         POLICIES[name](0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_demoted_chain_is_evicted_first_up_to_its_branch_with_what_comes_later(name: str) -> None:
+    policy = POLICIES[name](20)
+    for chain in ("ab", "cde", "cfg", "hij"):
+        store(policy, *chain)
+    policy.demote("g")
+    policy.demote("c")  # others go on from it
+    policy.add("k", "g")  # the end of the answer was written after the demotion
+    policy.pin("j")
+    policy.demote("j")
+    assert policy.victim() == "k"
+    policy.pin("k")
+    assert policy.victim() not in set("kgf")
+    policy.unpin("k")
+    assert evict(policy, 3) == ["k", "g", "f"]
+    assert set(evict(policy, 4)) == set("abcde") - {policy.victim()}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_hit_ends_a_demotion(name: str) -> None:
+    policy = POLICIES[name](20)
+    store(policy, *"abc")
+    store(policy, *"de")
+    policy.demote("c")
+    store(policy, *"abcx")
+    policy.demote("e")
+    assert evict(policy, 2) == ["e", "d"]
 
 
 def test_lru_evicts_chains_in_the_order_of_their_last_use() -> None:

@@ -19,7 +19,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import PinNotFound, WorkerNotFound
 from tandem.protocol.messages import FinishReason, Prefetch, PromptLogprobs, Role, SequenceDelta, TokenLogprobs
-from tandem.router.backend import GenerateRequest, PinRequest, PinState
+from tandem.router.backend import GenerateRequest, HintAction, HintedPin, PinRequest, PinState
 from tandem.router.streams import Stream
 from tandem.runtime.tracing.tracing import Tracing
 from tandem.text.tokenizer import Tokenizer
@@ -37,12 +37,17 @@ class FakePins:
         self.requests: list[PinRequest] = []
         self.prefetched: list[Prefetch] = []
         self.live: dict[str, PinRequest] = {}
+        self.hinted: list[tuple[HintAction, PinRequest]] = []
 
     async def pin(self, request: PinRequest) -> PinState:
         self.requests.append(request)
         pin_id = f"pin-{len(self.requests)}"
         self.live[pin_id] = request
         return self._state(pin_id)
+
+    async def hint(self, request: PinRequest, action: HintAction) -> HintedPin:
+        self.hinted.append((action, request))
+        return HintedPin(min(request.ttl_s or 300.0, 3600.0), 32, is_cut=False)
 
     async def unpin(self, pin_id: str, tenant: str | None) -> None:
         self._check(pin_id, tenant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.cluster
 
 KEYS = {"sk-a": "a", "sk-a2": "a", "sk-b": "b", "sk-c": "c", "sk-d": "d", "sk-ops": "*"}
 TENANTS = Tenants(named={name: TenantPolicy(shared_cache=name in "cd") for name in "abcd"})
+HINTS = "x-tandem-cache-hints"
 PROMPT = "The ferry leaves from the north pier at noon. " * 8
 
 
@@ -193,6 +195,32 @@ async def test_a_pin_exists_for_its_tenant_only(text_model: Path, folder: Path |
         await server.post("/v1/cache/unpin", "sk-a2", {"id": of_a})
         await server.post("/v1/cache/unpin", "sk-ops", {"id": of_c})
         assert await server.pins("sk-ops") == []
+
+
+async def test_hints_act_within_their_tenants_pins(text_model: Path, folder: Path | None) -> None:
+    async with serving(text_model, folder) as server:
+        body = {"prompt": PROMPT, "max_tokens": 2, "conversation_id": "chat"}
+        hints = [
+            {"target": "prefix", "action": "retain", "ttl_s": 1e300},
+            {"target": "session", "action": "retain", "ttl_s": 60},
+            {"target": "prefix", "action": "demote"},
+            {"target": "prefix", "action": "prefetch"},
+        ]
+        shown = [
+            (await server.ask("POST", "/v1/completions", key, body | {"cache_hints": hints})).headers[HINTS]
+            for key in ("sk-a", "sk-a", "sk-a2")
+        ]
+        assert shown[0] == shown[1] == shown[2]
+        first, second, third, fourth = json.loads(shown[0])
+        assert (first, second) == ({"status": "clipped", "ttl_s": 3600.0}, {"status": "accepted"})
+        assert third["status"] == fourth["status"] == "refused"
+        assert "No worker has a tier" in third["reason"]
+        of_a = (await server.ask("GET", "/v1/cache/pins", "sk-a")).json()["data"]
+        assert len(of_a) == 4  # two of each key: the second request extended those of the first
+        assert all(pin["num_tokens"] >= len(PROMPT) // 16 for pin in of_a)
+        assert await server.pins("sk-b") == await server.pins("sk-c") == []
+        await server.post("/v1/completions", "sk-b", body | {"cache_hints": hints})
+        assert (await server.pins("sk-a"), len(await server.pins("sk-b"))) == ([pin["id"] for pin in of_a], 2)
 
 
 async def test_a_conversation_of_the_same_name_is_another_tenants_own(text_model: Path) -> None:

@@ -61,6 +61,29 @@ async def test_a_tier_learns_how_answers_ended(tiny_model: Path) -> None:
         assert noted == [(stored[3], False)]
 
 
+async def test_what_a_client_is_done_with_leaves_a_tier_first(tiny_model: Path) -> None:
+    tiers = TierConfig(host_cache_gb=40 * BLOCK_BYTES / 1e9)
+    rng = random.Random(4)
+    async with running_cluster(tiny_model, {"c": Role.COLOCATED}, tiers=tiers) as cluster:
+        tier = cluster.worker("c").parts.cache.tiers[0].tier
+
+        async def stored_by(num_blocks: int) -> set[bytes]:
+            before = set(tier.digests())
+            await cluster.generate(prompt_of(rng, num_blocks))
+            await cluster.becomes_idle()
+            await eventually(lambda: len(set(tier.digests()) - before) >= num_blocks)
+            return set(tier.digests()) - before
+
+        older, done = await stored_by(12), await stored_by(12)
+        policy = tier._index._policy
+        chain = sorted(done, key=lambda digest: policy._nodes[digest].num_children)  # its leaf first
+        cluster.client.send("c", TurnEnd(digests=chain[:1], has_calls=False, is_demoted=True))
+        await eventually(lambda: policy.victim() == chain[0])
+        await stored_by(20)
+        assert older <= set(tier.digests())
+        assert not done <= set(tier.digests())
+
+
 def readers(registry: Registry) -> list[list[int]]:
     """Rows of the workers that read from the same store, by store."""
     return [sorted(rows) for costs in registry.table.tiers.values() for rows in costs.readers.values()]

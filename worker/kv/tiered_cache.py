@@ -77,10 +77,10 @@ class TieredCache:
         """Offer blocks that hold their final KV to the tiers."""
         self._offloader.published(sequence, first_block, end_block)
 
-    def note_end(self, digests: Sequence[bytes], *, has_calls: bool) -> None:
+    def note_end(self, digests: Sequence[bytes], *, has_calls: bool, is_demoted: bool = False) -> None:
         """Tell the tiers how the answer at the end of this chain ended."""
         for cached in self.tiers:
-            cached.tier.note_end(digests, has_calls=has_calls)
+            cached.tier.note_end(digests, has_calls=has_calls, is_demoted=is_demoted)
 
     def after_step(self, stats: StepStats) -> None:
         """Learn the cost of computing from a step."""

@@ -326,6 +326,16 @@ async def test_both_workers_are_told_whether_an_answer_called_a_tool(call_id: in
             assert worker.of_type(TurnEnd) == [TurnEnd(digests=tail, has_calls=has_calls)]
 
 
+async def test_workers_are_told_of_an_answer_whose_client_is_done_with_it() -> None:
+    async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
+        request = replace(make_request(num_prompt_tokens=70, max_tokens=30), is_demoted=True)
+        await collect(cluster, request)
+        for worker in cluster.workers.values():
+            await eventually(lambda worker=worker: worker.of_type(TurnEnd))
+            (end,) = worker.of_type(TurnEnd)
+            assert (end.is_demoted, end.has_calls, len(end.digests)) == (True, False, 3)
+
+
 async def test_a_request_without_an_answer_is_not_seen_by_the_cache_sizing() -> None:
     async with fake_cluster(prefill=fails, decode=fails) as cluster:
         with pytest.raises(PeerLost):

@@ -62,6 +62,26 @@ def add(
     ledger.check_integrity()
 
 
+def hinted(pin_id: str, tenant: str = "", conversation_id: str = "", expires_at: float = 100.0) -> PinnedChain:
+    return PinnedChain(pin_id, PinOwner(tenant, EVERYONE), conversation_id, expires_at, Prefetch.HOST, is_hint=True)
+
+
+def test_hints_of_each_turn_extend_one_pin_within_the_quota() -> None:
+    ledger = make_ledger(max_pins=3)
+    add(ledger, "api", 1, 2)
+    first = ledger.retain(hinted("h1"), digests(1, 2, 3), 6, 0.0)
+    assert (first.pin_id, len(first.digests)) == ("h1", 3)  # the pin of the API stays as it is
+    again = ledger.retain(hinted("h2", expires_at=50.0), digests(1, 2, 3, 4, 5, 6, 7, 8), 6, 0.0)
+    assert (again.pin_id, len(again.digests), again.expires_at) == ("h1", 6, 100.0)
+    other = ledger.retain(hinted("h3", expires_at=150.0), digests(1, 2, 9), 6, 0.0)
+    assert (other.pin_id, len(other.digests)) == ("h3", 2)  # a branch: another pin, as far as there is room
+    for refused in (hinted("h4"), hinted("h5", "u"), hinted("h6", conversation_id="c")):
+        with pytest.raises(PinQuotaExceeded):
+            ledger.retain(refused, digests(20), 6, 0.0)
+    assert len(ledger) == 3
+    ledger.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("ledger", "tenant", "chain", "quota"),
     [
@@ -163,6 +183,22 @@ class PinLedgerMachine(RuleBasedStateMachine):
         except PinQuotaExceeded:
             return
         self.expiries[pin_id] = self.now + ttl_s
+
+    @rule(
+        tenant=st.sampled_from("tu"),
+        start=st.integers(0, 2),
+        chain=st.integers(0, 9),
+        follows=st.booleans(),
+        ttl_s=st.integers(1, 9),
+    )
+    def hint(self, tenant: str, start: int, chain: int, follows: bool, ttl_s: int) -> None:
+        first = (10 if tenant == "t" else 60) + 10 * start
+        pin = hinted(f"h{len(self.expiries)}", tenant, str(start) if follows else "", self.now + ttl_s)
+        try:
+            kept = self.ledger.retain(pin, digests(*range(first, first + chain)), 10, self.now)
+        except PinQuotaExceeded:
+            return
+        self.expiries[kept.pin_id] = max(self.expiries.get(kept.pin_id, 0), self.now + ttl_s)
 
     @rule(tenant=st.sampled_from("tu"), start=st.integers(0, 2), length=st.integers(0, 9))
     def turn(self, tenant: str, start: int, length: int) -> None:
