@@ -17,11 +17,15 @@ from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 
 
+def _no_ids(text: str, *, add_special_tokens: bool) -> list[int]:
+    return []
+
+
 def serve_app() -> RouterApp:
     """The app of `tandem serve`, without backend and tokenizer: only its routes are read."""
     backend, tokenizer = (
         SimpleNamespace(decisions=None, pools=None, overview=None),
-        SimpleNamespace(start_id=0, chat_template="", response_template=None, to_json=None),
+        SimpleNamespace(start_id=0, chat_template="", response_template=None, to_json=None, encode=_no_ids),
     )
     return create_app(cast(Any, backend), cast(Any, tokenizer), RouterConfig(), CollectorRegistry(), api_keys=ApiKeys())
 
