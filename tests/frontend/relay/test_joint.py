@@ -184,6 +184,7 @@ BASE: dict[str, Any] = {"model": "m", "stream": True, "messages": [{"role": "use
         {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.3, "logit_bias": {"5": 1}},
         {"stop": ["a", "bc"], "stop_token_ids": [3], "ignore_eos": True},
         {"min_tokens": 3, "response_format": {"type": "text"}},
+        {"cache_hints": [{"target": "prefix", "action": "retain"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
     ],
 )

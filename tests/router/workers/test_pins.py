@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from tandem.protocol.messages import (
     WorkerLoad,
     WorkerState,
 )
-from tandem.router.backend import GenerateRequest, PinRequest
+from tandem.router.backend import GenerateRequest, HintAction, PinRequest
 from tandem.router.workers.metrics import PinCollector
 from tandem.router.workers.pin_ledger import CONVERSATION_BYTES, Conversations, PinLedger, PinnedChain, PinOwner
 from tandem.router.workers.pins import max_pinned_blocks
@@ -401,10 +402,35 @@ async def test_what_cannot_be_pinned_is_refused(
         assert pins_of(worker) == []
 
 
+async def test_a_hint_prefetches_where_there_is_a_tier_within_the_limits() -> None:
+    async with fake_cluster() as cluster:
+        cache, asked = cluster.flow.cache, PinRequest(token_ids=list(range(70)), cache_scope=EVERYONE, ttl_s=1e300)
+        await add_keeper(cluster, "p", Role.PREFILL)
+        for action in (HintAction.PREFETCH, HintAction.DEMOTE):
+            with pytest.raises(RequestError, match="No worker has a tier"):
+                await cache.hint(asked, action)
+        worker = FakeWorker("d", Role.DECODE, keeper)
+        worker.card = msgspec.structs.replace(worker.card, max_pinned_blocks={"host": 6}, tiers={"host": ""})
+        await cluster.add(worker)
+        got = await cache.hint(replace(asked, prefetch=Prefetch.POOL), HintAction.PREFETCH)
+        assert (round(got.ttl_s), got.num_tokens, got.is_cut) == (3600, 48, True)  # half of what all tenants may pin
+        await eventually(lambda: pins_of(worker))
+        (sent,) = pins_of(worker)
+        assert (sent.digests, sent.prefetch) == (chain(48), Prefetch.POOL)
+        assert not (await cache.hint(asked, HintAction.DEMOTE)).is_cut
+        await cache.hint(replace(asked, token_ids=list(range(90))), HintAction.RETAIN)
+        assert len(await cache.pins(None, None)) == 1
+        with pytest.raises(RequestError, match="shorter than a KV block"):
+            await cache.hint(replace(asked, token_ids=[1]), HintAction.RETAIN)
+
+
 async def test_without_a_worker_nothing_is_pinned() -> None:
     async with fake_cluster() as cluster:
         with pytest.raises(NoWorker):
             await cluster.flow.cache.pin(PinRequest(token_ids=[1] * 20, cache_scope=EVERYONE))
+        for action in HintAction:
+            with pytest.raises((NoWorker, RequestError)):
+                await cluster.flow.cache.hint(PinRequest(token_ids=[1] * 20, cache_scope=EVERYONE), action)
 
 
 async def test_a_workers_pinned_blocks_are_in_the_pools_report_and_in_the_metrics() -> None:
