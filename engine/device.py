@@ -10,13 +10,16 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from tandem.protocol.fault_boundary import outcome_of
+
+T = TypeVar("T")
 Mark = Any  # a point in the order of a stream's work; only that stream can read it
 
 
@@ -107,3 +110,11 @@ def to_pinned(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 def to_host(tensor: Tensor) -> Tensor:
     """A tensor in host memory; it may be read once a mark recorded after this call is done."""
     return tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor
+
+
+def outcome_on_device(function: Callable[..., T], *arguments: object) -> T | Exception:
+    """The result of a call, or its exception. Raises errors of the device: it is lost for every row."""
+    outcome = outcome_of(function, *arguments)
+    if isinstance(outcome, torch.AcceleratorError):
+        raise outcome
+    return outcome

@@ -21,6 +21,14 @@ def outcome_of(function: Callable[..., T], *args: object) -> T | Exception:
         return exc
 
 
+def outcome_on_thread(function: Callable[..., T], *args: object) -> T | BaseException:
+    """As `outcome_of`, on a thread that nobody cancels: a panic of a Rust library is no `Exception`."""
+    try:
+        return function(*args)
+    except BaseException as exc:  # as above
+        return exc
+
+
 def error_of(function: Callable[..., object], *args: object) -> Exception | None:
     """Call a function; return the exception it raised, if any."""
     outcome = outcome_of(function, *args)

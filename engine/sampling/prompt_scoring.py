@@ -6,14 +6,12 @@ from array import array
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from tandem.engine.device import to_device
+from tandem.engine.device import outcome_on_device, to_device
 from tandem.engine.prompt_scores import ScorePiece
 from tandem.engine.sampling.logprobs import MIN_LOGPROB, RowLogprobs, slabs
 from tandem.engine.sequence import ScheduledChunk, Sequence
-from tandem.protocol.fault_boundary import outcome_of
 
 
 class ScoredRows(NamedTuple):
@@ -47,15 +45,12 @@ class LaunchedScores:
     def __init__(self, scored: list[ScoredRows]) -> None:
         self._scored: list[tuple[Sequence, _Scores | Exception]] = []
         for rows in scored:
-            scores = outcome_of(_Scores, rows)
-            if isinstance(scores, torch.AcceleratorError):  # the device is lost for every sequence
-                raise scores
-            self._scored.append((rows.sequence, scores))
+            self._scored.append((rows.sequence, outcome_on_device(_Scores, rows)))
 
     def read(self) -> list[tuple[Sequence, ScorePiece | Exception]]:
         """By sequence, in order; an exception for one that raised. Waits if the device is not done."""
         return [
-            (sequence, scores if isinstance(scores, Exception) else outcome_of(scores.read))
+            (sequence, scores if isinstance(scores, Exception) else outcome_on_device(scores.read))
             for sequence, scores in self._scored
         ]
 

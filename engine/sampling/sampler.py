@@ -9,11 +9,10 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from tandem.engine.device import to_device, to_host
+from tandem.engine.device import outcome_on_device, to_device, to_host
 from tandem.engine.number_tokens import TokenMask
 from tandem.engine.sampling.distribution import adjust, choose, most_likely
 from tandem.engine.sampling.draw import uniform_draws
@@ -29,13 +28,11 @@ from tandem.engine.sampling.logprobs import MIN_LOGPROB, RowLogprobs, slabs
 from tandem.engine.sampling.prompt_scoring import LaunchedScores, split_logits
 from tandem.engine.sampling.row_plan import NO_EDITS, RowPlan, plan_of, plan_row
 from tandem.engine.sequence import ScheduledChunk, Sequence
-from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import TokenLogprobs
 
 _NO_MASKS: Mapping[Sequence, Seq[TokenMask] | Exception] = {}
 _NO_DRAFTS: Mapping[Sequence, tuple[int, ...]] = {}
 
-T = TypeVar("T")
 SamplePlan = RowPlan | Exception | None  # of a row; None = the most likely token and no more
 
 
@@ -69,10 +66,10 @@ class Sampler:
         `masks`: of the sequences with a grammar, behind each leading part of their draft, as far as they are known.
         """
         rows = list(_rows_of(sequences, drafts))
-        plans = _outcome_of(self._plan_rows, rows, vocab_size, masks)
+        plans = outcome_on_device(self._plan_rows, rows, vocab_size, masks)
         if isinstance(plans, list):
             return plans
-        alone = [_outcome_of(self._plan_rows, [row], vocab_size, masks) for row in rows]
+        alone = [outcome_on_device(self._plan_rows, [row], vocab_size, masks) for row in rows]
         return [plan if isinstance(plan, Exception) else plan[0] for plan in alone]
 
     @torch.inference_mode()
@@ -134,7 +131,7 @@ class LaunchedSample:
 
     def add(self, logits: Tensor, rows: list[int], plans: Seq[SamplePlan]) -> None:
         """Sample these rows; if that raises, each of them alone."""
-        slab = _outcome_of(_Slab, logits, rows, [plans[row] for row in rows])
+        slab = outcome_on_device(_Slab, logits, rows, [plans[row] for row in rows])
         if isinstance(slab, _Slab):
             self._slabs.append(slab)
             self.token_ids[_index_of(rows, logits.device)] = slab.token_ids
@@ -201,7 +198,7 @@ class _Slab:
             yield from zip(self._rows, map(SampledToken, token_ids), strict=True)
             return
         for i, row in enumerate(self._rows):
-            yield row, _outcome_of(self._token, i, token_ids[i] if is_final[i] else None)
+            yield row, outcome_on_device(self._token, i, token_ids[i] if is_final[i] else None)
 
     def _token(self, i: int, first_choice: int | None) -> SampledToken:
         token_id = self._choose_again(i) if first_choice is None else first_choice
@@ -217,14 +214,6 @@ class _Slab:
         choice = choose(self._adjusted[i : i + 1], self._plans[i : i + 1], is_exhaustive=True)
         is_final = bool(choice.is_final)  # sync: a rare row
         return int(choice.token_ids) if is_final else _last_resort(self._adjusted[i], self._raw[i], self._plans[i])
-
-
-def _outcome_of(function: Callable[..., T], *arguments: object) -> T | Exception:
-    """The result of a call, or its exception. Raises errors of the device: it is lost for every row."""
-    outcome = outcome_of(function, *arguments)
-    if isinstance(outcome, torch.AcceleratorError):
-        raise outcome
-    return outcome
 
 
 def _index_of(rows: list[int], device: torch.device) -> slice | Tensor:

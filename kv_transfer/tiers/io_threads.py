@@ -7,17 +7,22 @@ that computing leaves. The owner takes the results from `results`; it never wait
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, MakeBlock, StoreFailure, parents_first
+from tandem.protocol.fault_boundary import outcome_on_thread
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 DELETE_PAUSE_S = 10.0  # without deletes, after one that the store did not answer
 _NICE = 10  # of threads that do not read: a tenth of a core where all cores are taken
@@ -185,7 +190,7 @@ class IoThreads:
 
     def _read(self, job: ReadJob, position: int, scratch: Block) -> ReadResult | None:
         begun_at = time.monotonic()
-        data = self._store.read(job.names[position], scratch)
+        data = _asked(self._store.read, job.names[position], scratch)
         with self._lock:
             if isinstance(data, StoreFailure):
                 job._limit = min(job._limit, position)
@@ -203,12 +208,12 @@ class IoThreads:
     def _write(self, job: WriteJob, evicted: list[BlockName], scratch: Block) -> WriteResult:
         begun_at = time.monotonic()
         self._delete_all(evicted)
-        data = job.data if isinstance(job.data, np.ndarray) else job.data(scratch)
-        failure = data if isinstance(data, StoreFailure) else self._store.write(job.name, data)
+        data = job.data if isinstance(job.data, np.ndarray) else _asked(job.data, scratch)
+        failure = data if isinstance(data, StoreFailure) else _asked(self._store.write, job.name, data)
         return WriteResult(job, failure, time.monotonic() - begun_at)
 
     def _scan(self, _: Block) -> ScanResult:
-        found = self._store.scan()
+        found = _asked(self._store.scan)
         return ScanResult(found if isinstance(found, StoreFailure) else parents_first(found))
 
     def _delete_all(self, names: list[BlockName]) -> None:
@@ -216,5 +221,14 @@ class IoThreads:
         for name in names:
             if time.monotonic() < self._deletes_at:
                 return  # a later scan finds what is left
-            if self._store.delete(name) is StoreFailure.UNREACHABLE:
+            if _asked(self._store.delete, name) is StoreFailure.UNREACHABLE:
                 self._deletes_at = time.monotonic() + DELETE_PAUSE_S
+
+
+def _asked(function: Callable[..., T], *arguments: object) -> T | StoreFailure:
+    """What a store answers. One that raises, which none should, does not work: its thread goes on."""
+    outcome = outcome_on_thread(function, *arguments)
+    if isinstance(outcome, BaseException):
+        logger.warning("a store of KV raised %r", outcome)
+        return StoreFailure.UNREACHABLE
+    return outcome

@@ -296,6 +296,67 @@ def test_a_block_that_cannot_be_made_is_dropped_with_its_reason(world: World) ->
     tier.close()
 
 
+class Panic(BaseException):
+    """As a panic of a Rust library: no `Exception`."""
+
+
+class PanickingStore(MemoryStore):
+    """Memory whose calls raise, until told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCK_BYTES, 9)
+        self.panics = True
+
+    @override
+    def scan(self) -> Sequence[BlockName]:
+        self._panic()
+        return super().scan()
+
+    @override
+    def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:
+        self._panic()
+        return super().read(name, scratch)
+
+    @override
+    def write(self, name: BlockName, data: Block) -> StoreFailure | None:
+        self._panic()
+        return super().write(name, data)
+
+    @override
+    def delete(self, name: BlockName) -> StoreFailure | None:
+        self._panic()
+        return super().delete(name)
+
+    def _panic(self) -> None:
+        if self.panics:
+            raise Panic
+
+
+def test_what_a_store_raises_ends_none_of_its_threads() -> None:
+    store, clock = PanickingStore(), Clock()
+    tier = make_tier(store, clock=clock)
+    poll_until(tier, lambda: not tier.is_busy)
+    for number in range(5):
+        store.panics = True
+        clock.now += 2 * MAX_PAUSE_S
+        tier.store(*name_of(number), content(name_of(number)))
+        poll_until(tier, lambda: not tier.is_busy)
+        store.panics = False
+        clock.now += 2 * MAX_PAUSE_S
+        poll_until(tier, lambda: not tier.is_busy)
+        put(tier, chain(number))
+        store.panics = True
+        load = tier.load(digests(number), zeros())
+        poll_until(tier, lambda load=load: load.is_done)  # type: ignore[misc]
+        assert (load.num_loaded, load.failure) == (0, "unreachable")
+    store.panics = False
+    clock.now += 2 * MAX_PAUSE_S
+    poll_until(tier, lambda: not tier.is_busy)
+    assert get(tier, chain(4)) == 1
+    tier.close()
+    tier.check_integrity(idle=True)
+
+
 def test_stores_beyond_the_queue_are_dropped() -> None:
     store = ScriptedStore()
     tier = make_tier(store, max_queued_stores=2)
