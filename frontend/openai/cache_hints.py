@@ -7,6 +7,7 @@ The response header `x-tandem-cache-hints` says of each, in their order, whether
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ from starlette.requests import Request
 
 from tandem.frontend.http.ignored_fields import note_ignored
 from tandem.frontend.http.request_options import key_of, tenant_of
-from tandem.protocol.errors import ServingError
+from tandem.protocol.errors import RequestError, ServingError
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import GenerateRequest, HintAction, PinRequest, Pins
 
@@ -77,19 +78,25 @@ async def _follow(request: Request, hint: CacheHint, prompts: Sequence[GenerateR
         if not prompts[0].conversation_id:
             return _refused("The request names no conversation.")
     clipped: dict[str, Any] = {}
-    for num_done, prompt in enumerate(prompts):
+    num_done, reason = 0, ""
+    for prompt in prompts:
         try:
             got = await pins.hint(_pin_request(request, hint, prompt), hint.action)
         except ServingError as exc:
-            if not num_done:
-                return _refused(str(exc))
-            clipped |= {"prompts": num_done, "reason": _short(str(exc))}
+            reason = reason or str(exc)
+            if isinstance(exc, RequestError):  # about this prompt alone, such as a short one
+                continue
             break
+        num_done += 1
         if hint.action is not HintAction.DEMOTE:
             if hint.ttl_s is not None and hint.ttl_s - got.ttl_s > 1e-3:
                 clipped["ttl_s"] = round(got.ttl_s, 3)
             if got.is_cut:
                 clipped["tokens"] = got.num_tokens
+    if reason and not num_done:
+        return _refused(reason)
+    if reason:
+        clipped |= {"prompts": num_done, "reason": _short(reason)}
     return {"status": "clipped"} | clipped if clipped else {"status": "accepted"}
 
 
@@ -119,5 +126,5 @@ def _refused(reason: str) -> dict[str, Any]:
 
 
 def _short(reason: str) -> str:
-    """Without its remedies, which are for operators."""
-    return reason.partition(";")[0][:MAX_REASON_CHARS]
+    """Without its remedies, which are for operators, and without what JSON would write as several bytes."""
+    return re.sub(r"[^ -~]|[\"\\]", "?", reason.partition(";")[0][:MAX_REASON_CHARS])

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.frontend.openai.cache_hints import MAX_HINTS, read_hints
 from tandem.protocol.digest import cache_scope
-from tandem.protocol.errors import NoWorker, PinQuotaExceeded
+from tandem.protocol.errors import NoWorker, PinQuotaExceeded, RequestError
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import HintAction, HintedPin, PinRequest
 from tests.support.fake_backend import Client, FakeBackend
@@ -98,6 +98,21 @@ async def test_a_hint_that_cannot_be_followed_refuses_no_request(
     assert len(asked) == num_allowed + 1  # the others would be refused too
 
 
+@pytest.mark.parametrize(("lengths", "num_kept"), [([1, 20, 20], 2), ([20, 1, 20], 2), ([1, 1], 0)])
+async def test_a_prompt_that_is_too_short_does_not_keep_the_others_from_theirs(
+    client: Client, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, lengths: list[int], num_kept: int
+) -> None:
+    async def refuse(request: PinRequest, _: HintAction) -> HintedPin:
+        if len(request.token_ids or ()) < 16:
+            raise RequestError("The prompt is shorter than a block.")
+        return HintedPin(300.0, 16, is_cut=False)
+
+    monkeypatch.setattr(backend.cache, "hint", refuse)
+    (answer,) = shown(await ask(client, [RETAIN], prompt=[[5] * length for length in lengths]))
+    reason = {"reason": "The prompt is shorter than a block."}
+    assert answer == ({"status": "clipped", "prompts": num_kept} if num_kept else {"status": "refused"}) | reason
+
+
 async def test_without_a_worker_the_error_is_the_requests_own(
     backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +140,7 @@ HOSTILE = [
     '[{"target": "prefix", "action": "retain", "priority": 101}]',
     '[{"target": "prefix", "action": "retain", "priority": 1e400}]',
     '[{"target": {}, "action": []}]',
+    json.dumps([{"target": '\U0001f600"\\' * 300, "action": "x"}] * MAX_HINTS),
     "[" * 500 + "]" * 500,
 ]
 
