@@ -168,7 +168,12 @@ def read_geometry(model: str) -> Geometry:
     """The sizes of a model, from its folder's config.json. Raises `ConfigError`."""
     path = Path(os.path.expanduser(model))
     folder = path.resolve() if path.is_dir() else resolve_model(model, needs_weights=False)
-    return geometry_of(_config_fields(folder, model), model)
+    try:
+        return geometry_of(_config_fields(folder, model), model)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+        raise ConfigError(
+            f"model={model!r}: a field of its config.json cannot be read ({exc!r}); repair the file"
+        ) from exc
 
 
 def _config_fields(folder: Path, name: str) -> dict[str, Any]:

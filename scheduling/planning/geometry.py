@@ -177,6 +177,7 @@ def _layer_types(config: _Fields) -> Sequence[str]:
     """What each layer does with the tokens before: transformers' names."""
     for field in ("layer_types", "layers_block_type"):
         if found := config.names(field):
+            _check_count(config, field, len(found), config.number("num_hidden_layers", default=len(found)))
             return found
     num_layers = config.number("num_hidden_layers")
     if num_layers > 10_000:
@@ -278,6 +279,7 @@ def _mlp_params(config: _Fields, num_layers: int) -> tuple[int, int, int]:
 def _sparse_layers(config: _Fields, num_layers: int) -> list[bool]:
     """Which layers have routed experts."""
     if kinds := config.names("mlp_layer_types"):
+        _check_count(config, "mlp_layer_types", len(kinds), num_layers)
         return [kind == "sparse" for kind in kinds]
     listed = config.fields.get("moe_layers")
     dense = config.fields.get("mlp_only_layers") or ()
@@ -287,6 +289,13 @@ def _sparse_layers(config: _Fields, num_layers: int) -> list[bool]:
     if isinstance(listed, list):
         return [idx in listed for idx in range(num_layers)]
     return [idx >= first and idx not in dense and idx % step == offset % step for idx in range(num_layers)]
+
+
+def _check_count(config: _Fields, field: str, num: int, num_layers: int) -> None:
+    if num != num_layers:
+        raise ConfigError(
+            f"model={config.name!r}: {field} in its config.json names {num} layers, and there are {num_layers}; mend it"
+        )
 
 
 def _dtype_bytes(config: _Fields) -> float:
@@ -302,4 +311,4 @@ def _weight_bytes(config: _Fields, dtype_bytes: float) -> float:
     method = str(quantization.get("quant_algo") or quantization.get("quant_method") or "")
     named = re.search(r"(?:fp|int)(\d+)|'num_bits': (\d+)|'load_in_(\d)bit': true", f"{method} {quantization}".lower())
     bits = quantization.get("bits") or quantization.get("w_bit") or (named and int(next(filter(None, named.groups()))))
-    return bits / 8 if isinstance(bits, int) and 1 <= bits <= 32 else dtype_bytes
+    return bits / 8 if type(bits) is int and 1 <= bits <= 32 else dtype_bytes

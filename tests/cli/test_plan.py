@@ -226,6 +226,16 @@ def test_a_file_that_is_not_a_trace_is_told(
         ({"model_type": "of tomorrow", "hidden_size": 64}, "its config.json lacks num_hidden_layers"),
         (PUBLISHED["llama-8b"] | {"num_hidden_layers": 10**12}, "is absurd"),
         (PUBLISHED["llama-8b"] | {"hidden_size": "wide"}, "hidden_size=wide"),
+        *(
+            (PUBLISHED["llama-8b"] | {field: value}, "a field of its config.json cannot be read")
+            for field, value in [
+                ("per_layer_config", {"1": []}),
+                ("text_config", -1),
+                ("attribute_map", "x"),
+                ("num_attention_heads", 0),
+                ("dtype", float("inf")),
+            ]
+        ),
     ],
 )
 def test_a_config_that_is_none_is_told(

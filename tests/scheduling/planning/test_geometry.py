@@ -28,6 +28,18 @@ def test_published_models_have_their_published_sizes(name: str, params: float, a
     assert geometry.kv_bytes(1024) == 1024 * token_bytes
 
 
+@pytest.mark.parametrize("field", ["layer_types", "mlp_layer_types"])
+def test_lists_of_layers_must_be_of_all_layers(field: str) -> None:
+    kinds = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
+    with pytest.raises(ConfigError, match=f"{field} in its config.json names 50 layers, and there are 32"):
+        geometry_of(PUBLISHED["llama-8b"] | {field: [kinds[field]] * 50, "num_experts": 8}, "m")
+
+
+def test_bits_that_are_no_number_are_not_counted() -> None:
+    quantized = PUBLISHED["llama-8b"] | {"quantization_config": {"bits": True}}
+    assert geometry_of(quantized, "m").weight_bytes == geometry_of(PUBLISHED["llama-8b"], "m").weight_bytes
+
+
 def test_windows_latent_attention_and_states_keep_less() -> None:
     maverick, gemma, deepseek, qwen = (
         geometry_of(PUBLISHED[name], name)
@@ -71,8 +83,11 @@ def test_quantized_weights_are_smaller(quantization: Any, expected: float) -> No
         ({"vocab_size": 10**400}, "vocab_size=1000000000000000000000000000000000000000 in"),
         ({"head_dim": [128]}, r"head_dim=\[128\]"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True"),
-        ({"layer_types": ["mlp", "moe"]}, "no layer of its config.json keeps KV or a state"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": None}, "lacks attention_chunk_size"),
+        ({"layer_types": ["mlp", "moe"], "num_hidden_layers": 2}, "no layer of its config.json keeps KV or a state"),
+        (
+            {"layer_types": ["sliding_attention"], "num_hidden_layers": 1, "sliding_window": None},
+            "lacks attention_chunk_size",
+        ),
         ({"kv_lora_rank": 512}, "lacks qk_rope_head_dim"),
     ],
 )
