@@ -152,6 +152,7 @@ class BlockTranslator:
     block_size: int
     digests: dict[BlockHash, bytes] = field(default_factory=dict)  # of the hashes that some place holds
     held: dict[str, set[BlockHash]] = field(default_factory=lambda: {place: set() for place in _PLACES.values()})
+    twins: dict[bytes, set[BlockHash]] = field(default_factory=dict)  # hashes of SGLang's pairs by their digest
     num_skipped: int = 0  # blocks of another size, that are not plain text, with an unknown parent, or in a chunk
 
     def apply(self, events: Sequence[dict[str, Any]]) -> BlockChange:
@@ -187,6 +188,7 @@ class BlockTranslator:
             last[place] |= dict.fromkeys(last[place], False) | dict.fromkeys(gone, False)
             names.clear()
         self.digests.clear()
+        self.twins.clear()
 
     def _remove(self, place: str, names: Sequence[BlockHash], last: Last) -> None:
         """A digest is known as long as any place holds its hash."""
@@ -194,10 +196,11 @@ class BlockTranslator:
             if name not in self.held[place]:
                 continue
             self.held[place].remove(name)
-            if (digest := self.digests.get(name)) is not None:
+            digest = self.digests.get(name)
+            if digest is not None and not self._has_twin(digest, place):
                 last[place][digest] = False
             if not any(name in held for held in self.held.values()):
-                self.digests.pop(name, None)
+                self._forget(name)
 
     def _offload(self, event: dict[str, Any], place: str, last: Last) -> None:
         """A tier got a block. Its hash may become known later: KV that is loaded from a disk of an earlier life."""
@@ -220,22 +223,39 @@ class BlockTranslator:
             return
         num_text = _num_text_blocks(event)
         self.num_skipped += len(names) - num_text
-        if token_ids and not isinstance(token_ids[0], int):
+        has_pairs = bool(token_ids) and not isinstance(token_ids[0], int)
+        if has_pairs:
             token_ids = [first for first, _ in token_ids]
         digests = block_digests(root, token_ids[: num_text * self.block_size], self.block_size)
         self.held[place] |= set(names[:num_text])
         for name, digest in zip(names, digests, strict=False):
             self._learn(name, digest, last)
+            if has_pairs:  # the token behind a block is in its hash, and not in our digest
+                self.twins.setdefault(digest, set()).add(name)
 
     def _learn(self, name: BlockHash, digest: bytes, last: Last) -> None:
         """Note what a hash stands for, wherever it is held."""
         former = self.digests.get(name)
+        if former != digest:
+            self._forget(name)
         self.digests[name] = digest
         for place, held in self.held.items():
             if name in held:
-                if former is not None and former != digest:
+                if former is not None and former != digest and not self._has_twin(former, place):
                     last[place][former] = False
                 last[place][digest] = True
+
+    def _forget(self, name: BlockHash) -> None:
+        """Its twin, if it has one, stays."""
+        digest = self.digests.pop(name, b"")
+        names = self.twins.get(digest, set())
+        names.discard(name)
+        if not names:
+            self.twins.pop(digest, None)
+
+    def _has_twin(self, digest: bytes, place: str) -> bool:
+        """Whether a place holds a block of this digest under another hash than the one that it has just given up."""
+        return any(name in self.held[place] for name in self.twins.get(digest, ()))
 
     def _root(self, event: dict[str, Any]) -> bytes:
         """Root of a chain. As in vLLM, the adapter and the salt in the first block's extra keys make chains differ."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -268,6 +269,25 @@ def test_many_pages_of_sglangs_host_memory_in_one_event_are_taken_in_pieces() ->
     for piece in pieces_of(long_event(PIECE_BLOCKS + 1) | {"medium": "CPU_PINNED"}):
         translator.apply([piece])
     assert len(translator.held[HOST_TIER]) == PIECE_BLOCKS + 1
+
+
+def test_two_hashes_of_a_digest_count_until_both_are_gone() -> None:
+    """With pairs, a page's hash contains the token behind it, which our digest does not."""
+    mirror = Mirror()
+    pairs = [list(pair) for pair in itertools.pairwise(IDS[:17])]
+    first = stored(0, 1, token_ids=pairs)
+    second = stored(0, 1, block_hashes=[b"other"], token_ids=[*pairs[:-1], [IDS[15], 7]])
+    other = removed(0) | {"block_hashes": [b"other"]}
+    assert mirror.apply(first, second) == (1, 0, 0)
+    assert mirror.apply(removed(0)) == (1, 0, 0)
+    assert mirror.apply(first, other) == (1, 0, 0)
+    assert mirror.apply(second, stored(0, 1, token_ids=[[5, 5]] * 16)) == (
+        2,
+        0,
+        0,
+    )  # renamed
+    assert mirror.apply(removed(0), other) == (0, 0, 0)
+    assert mirror.translator.twins == {}
 
 
 def test_a_cleared_cache_leaves_nothing_in_any_place() -> None:
