@@ -69,7 +69,7 @@ def advise(
         "next_gain": following,
         "load_s": worth.load_s,
         "compute_s": worth.compute_s,
-        "saved_share": (hits[best] - hits[0]) * max(1 - worth.load_s / worth.compute_s, 0.0),
+        "saved_share": (hits[best] - hits[0]) * (1 - worth.load_s / worth.compute_s) if worth.is_faster else 0.0,
         "is_saturated": worth.is_faster and not best and following < LEAST_GAIN,
         "text": _words(tier, num_bytes, hits, worth, best),
     }

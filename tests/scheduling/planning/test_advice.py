@@ -86,3 +86,10 @@ def test_advice_of_the_curve_is_the_best_size_within_a_doubling(name: str, dolla
     advised = best_size(sizes, sampled.curve(capacities), worth)
     assert 0 < best < len(sizes) - 1, "the range of sizes has the best one inside"
     assert abs(advised - best) <= 1, f"advised {capacities[advised]} blocks, best {capacities[best]}"
+
+
+@pytest.mark.parametrize("load_s", [0.0, 1e-6])
+def test_where_computing_is_learned_to_take_no_time_nothing_pays(load_s: float) -> None:
+    advice = advise("host", [1e9, 2e9], [0.1, 0.9], Worth(compute_s=0.0, load_s=load_s), present=1e9)
+    assert (advice["gain"], advice["saved_share"]) == (0.0, 0.0)
+    assert "computing it 0: does not pay back" in advice["text"]
