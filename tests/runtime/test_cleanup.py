@@ -109,6 +109,7 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 def test_the_guard_ends_what_a_killed_server_left(tmp_path: Path, start_server: StartServer, kills_group: bool) -> None:
     server, folder = start_server("time.sleep(600)")
     guard = the_guard(tmp_path)
+    until(lambda: marked_with(folder))  # a process has no environment while it begins to run its program
     (orphan,) = marked_with(folder)
     assert (folder / "secret").exists()
     assert folder.stat().st_mode & 0o777 == 0o700
