@@ -30,6 +30,7 @@ from tests.support.late_device import LateDevice
 from tests.support.scheduler_listener import FakeListener
 from tests.support.store_world import NUMA_NODES
 from tests.support.throttled_store import ThrottledStore
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.cluster
 
@@ -69,6 +70,17 @@ class Machine:
             for result in self.engine.step():
                 if self._learns:
                     self.cache.after_step(result.stats)
+
+    def has_stored(self) -> bool:
+        """Whether the tiers have what was offered to them; waits until they do, however busy the machine is."""
+
+        def is_stored() -> bool:
+            self.cache.pump(time.monotonic())
+            is_offering = self.cache._offloader.is_busy
+            return not (is_offering or any(cached.tier.stats().num_queued_stores for cached in self.cache.tiers))
+
+        until(is_stored, DEADLINE_S)
+        return True
 
     def settle(self) -> None:
         """Until all stores are through."""
@@ -432,7 +444,7 @@ def test_a_preempted_sequence_comes_back_from_the_tier(tiny_model: Path, tmp_pat
     sequences = [engine.factory.make_sequence(f"s{idx}", prompt_of(rng, 8), long) for idx in range(4)]
     for sequence in sequences:
         engine.add(sequence)
-    machine.run_until(lambda: all(sequence.finish_reason for sequence in sequences))
+    machine.run_until(lambda: machine.has_stored() and all(sequence.finish_reason for sequence in sequences))
     assert engine.scheduler.num_preemptions > 0
     assert any(record.num_loaded_blocks > 8 for record in machine.cache.fetcher.records), "no answer came back"
     alone = Engine(engine_config(tiny_model))
