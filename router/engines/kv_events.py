@@ -235,23 +235,23 @@ class BlockTranslator:
 
     def _learn(self, name: BlockHash, digest: bytes, last: Last) -> None:
         """Note what a hash stands for, wherever it is held."""
-        former = self.digests.get(name)
+        former = self.digests.get(name, digest)
         if former != digest:
             self._forget(name)
         self.digests[name] = digest
         for place, held in self.held.items():
             if name in held:
-                if former is not None and former != digest and not self._has_twin(former, place):
+                if former != digest and not self._has_twin(former, place):
                     last[place][former] = False
                 last[place][digest] = True
 
     def _forget(self, name: BlockHash) -> None:
         """Its twin, if it has one, stays."""
         digest = self.digests.pop(name, b"")
-        names = self.twins.get(digest, set())
-        names.discard(name)
-        if not names:
-            self.twins.pop(digest, None)
+        if names := self.twins.get(digest):
+            names.discard(name)
+            if not names:
+                del self.twins[digest]
 
     def _has_twin(self, digest: bytes, place: str) -> bool:
         """Whether a place holds a block of this digest under another hash than the one that it has just given up."""
