@@ -65,11 +65,13 @@ async def follow_hints(
     request: Request, hints: Hints, prompts: Sequence[GenerateRequest], pins: Pins
 ) -> list[tuple[bytes, bytes]]:
     """Do what the hints ask, once for each prompt; return the response header that says so, if there are any."""
+    if not hints:
+        return []
     answers: dict[int, dict[str, Any]] = {}
     for i, hint in sorted(enumerate(hints), key=lambda item: 0 if isinstance(item[1], str) else -item[1].priority):
         answers[i] = _refused(hint) if isinstance(hint, str) else await _follow(request, hint, prompts, pins)
     shown = json.dumps([answers[i] for i in range(len(hints))], separators=(",", ":"))
-    return [(HINTS_HEADER, shown.encode())] if hints else []
+    return [(HINTS_HEADER, shown.encode())]
 
 
 async def _follow(request: Request, hint: CacheHint, prompts: Sequence[GenerateRequest], pins: Pins) -> dict[str, Any]:

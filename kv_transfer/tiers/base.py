@@ -125,6 +125,13 @@ class BlockStore(abc.ABC):
     def scan(self) -> Sequence[BlockName] | StoreFailure:
         """Names of all stored blocks, without reading their bytes. About oldest first: clocks are coarse."""
 
+    def whole_or_deleted(self, name: BlockName, data: Block | None) -> Block | StoreFailure:
+        """The bytes that a seal has opened; None stands for a block that is not what was written, and is deleted."""
+        if data is not None:
+            return data
+        self.delete(name)
+        return StoreFailure.CORRUPT
+
     def close(self) -> None:  # noqa: B027  (most stores have nothing to release)
         """Release the store's resources; persistent blocks stay. Called when no thread uses the store."""
 

@@ -103,10 +103,7 @@ class DiskStore(BlockStore):
             num_bytes = 0
         is_whole = num_bytes == self.block_bytes + FOOTER_BYTES
         data = self._seal.open(name, parts, scratch) if is_whole else None
-        if data is None:
-            self.delete(name)
-            return StoreFailure.CORRUPT
-        return data
+        return self.whole_or_deleted(name, data)
 
     @override
     def write(self, name: BlockName, data: Block) -> StoreFailure | None:

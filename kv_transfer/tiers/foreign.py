@@ -56,10 +56,7 @@ class ForeignStore(BlockStore):
         is_block = isinstance(found, np.ndarray) and (found.dtype, found.shape) == (np.uint8, (self._sealed_bytes,))
         # What was checked must stay what is served: a copy, which the store does not know.
         data = self._seal.open(name, self._seal.split(found.copy()), scratch) if is_block else None
-        if data is None:
-            self.delete(name)
-            return StoreFailure.CORRUPT
-        return data
+        return self.whole_or_deleted(name, data)
 
     @override
     def write(self, name: BlockName, data: Block) -> StoreFailure | None:

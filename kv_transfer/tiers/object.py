@@ -110,10 +110,7 @@ class ObjectStore(BlockStore):
             return self._unreachable("cannot read a block", exc)
         parts = self._seal.split(np.frombuffer(content, np.uint8))
         data = self._seal.open(name, parts, scratch) if is_whole else None
-        if data is None:
-            self.delete(name)
-            return StoreFailure.CORRUPT
-        return data
+        return self.whole_or_deleted(name, data)
 
     @override
     def write(self, name: BlockName, data: Block) -> StoreFailure | None:
