@@ -76,12 +76,10 @@ def resolve_device(name: str, group: RankGroup | None = None) -> torch.device:
     return torch.device("cuda", group.rank)
 
 
-def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    """The dtype of this name; `auto` is the checkpoint's, or float32 on CPUs that would emulate bfloat16."""
+def resolve_dtype(name: str, config: Any) -> torch.dtype:
+    """The dtype of this name; `auto` is the checkpoint's. Our CPU kernels read bfloat16 on any CPU."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.float32
     return torch.float32 if text_config(config).dtype == torch.float32 else torch.bfloat16
 
 
@@ -122,7 +120,7 @@ def load_model(
     model_config = load_config(folder)
     model_type = model_class(config.model, model_config)
     text = text_config(model_config)
-    dtype = resolve_dtype(config.dtype, model_config, device)
+    dtype = resolve_dtype(config.dtype, model_config)
     if group is not None:
         check_config(config.model, text, group.size)
     # What is rounded here is read where it has room: a GPU gets it layer by layer.

@@ -135,7 +135,7 @@ template <typename T> struct TileRows {
   }
 };
 
-// Brings sixteen rows towards the caches. Without it each block of a head is a jump that no hardware predicts. Called
+// Brings LANES rows towards the caches. Without it each block of a head is a jump that no hardware predicts. Called
 // between other work: a core has room for some requests only, and waits when they are used up.
 template <typename T> inline void prefetch_rows(const T *const *rows, int64_t dim) {
   constexpr int64_t LINE = 64 / sizeof(T);
@@ -145,13 +145,14 @@ template <typename T> inline void prefetch_rows(const T *const *rows, int64_t di
 
 // Turns the rows of a LANES x LANES square of 32-bit words into columns.
 inline void transpose(vfloat (&r)[LANES]) {
+  const vint lane = {LANE_NUMBERS};
+  const vint low = lane / 2 + lane % 2 * LANES, high = low + LANES / 2; // 0, LANES, 1, LANES + 1, ...
   vfloat s[LANES];
-  // Four rounds of pairwise interleaving. After k rounds, runs of 2^k rows are in place.
-  for (int round = 0; round < 4; ++round) {
-    for (int i = 0; i < 8; ++i) {
-      s[2 * i] = __builtin_shuffle(r[i], r[i + 8], (vint){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-      s[2 * i + 1] =
-          __builtin_shuffle(r[i], r[i + 8], (vint){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+  // Rounds of pairwise interleaving. After k rounds, runs of 2^k rows are in place.
+  for (int run = 1; run < LANES; run *= 2) {
+    for (int i = 0; i < LANES / 2; ++i) {
+      s[2 * i] = __builtin_shuffle(r[i], r[i + LANES / 2], low);
+      s[2 * i + 1] = __builtin_shuffle(r[i], r[i + LANES / 2], high);
     }
     std::memcpy(r, s, sizeof r);
   }

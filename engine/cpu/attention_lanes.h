@@ -1,7 +1,7 @@
-// Attention of sixteen query rows at once, which are the lanes of vectors. For prompts.
+// Attention of LANES query rows at once, which are the lanes of vectors. For prompts.
 //
-//   scores_t [KEYS, 16] = keys [KEYS, dim] x query_t [dim, 16]
-//   out      [16, dim] += weights [16, KEYS] x values [KEYS, dim]
+//   scores_t [KEYS, LANES] = keys [KEYS, dim] x query_t [dim, LANES]
+//   out      [LANES, dim] += weights [LANES, KEYS] x values [KEYS, dim]
 //
 // The softmax needs no sums across a vector, and keys are multiplied as they lie in the pool. `Products` multiplies:
 // vectors here, AMX tiles in attention_tiles.h.
@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int MAX_GROUPS = 2; // of sixteen rows, whose scores are computed at once
+constexpr int MAX_GROUPS = 2; // of LANES rows, whose scores are computed at once
 
 // Memory of one work item, in words of the format; `dim` is padded.
 struct LaneScratch {
@@ -59,11 +59,7 @@ template <typename F> struct VectorProducts {
   }
 
 private:
-#ifdef __AVX512F__
-  static constexpr int SUMS = 16; // of 32 registers
-#else
-  static constexpr int SUMS = 4;
-#endif
+  static constexpr int SUMS = REGISTERS / 2;
 
   template <int NUM_GROUPS> static void score_groups(const float *query_t, int num_words, LaneScratch &s) {
     constexpr int UNIT = SUMS / NUM_GROUPS; // keys
@@ -164,7 +160,7 @@ private:
 
   static vfloat larger(vfloat x, vfloat y) { return x > y ? x : y; }
 
-  // The weights of a tile, and their sum: of every sixteenth key, then of those sums in a tree.
+  // The weights of a tile, and their sum: of every key that is LANES after the last, then of those sums in a tree.
   static vfloat weigh(const float *scores_t, vfloat factor, vfloat base, float *weights) {
     vfloat sums[LANES];
     for (int i = 0; i < LANES; i += 2) {
@@ -196,7 +192,7 @@ private:
   }
 };
 
-// By vectors: sixteen rows at once where there are that many, else four.
+// By vectors: LANES rows at once where there are that many, else four.
 template <typename Format> struct VectorAttention {
   using T = typename Format::Element;
   using Few = RowAttention<Format>;

@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int ROWS = 4; // query rows of one micro-kernel call
+constexpr int ACROSS = REGISTERS / 8; // vectors side by side: sums are half of the registers
 
 // 2^x for x <= 0 (0 below the normal numbers). Cephes' polynomial, whose error is about 1 ulp; without its two smallest
 // terms another one, whose relative error is 3e-6.
@@ -117,7 +118,7 @@ void load_keys(const TileRows<T> &rows, const TileRows<T> &next, int head_dim, i
   }
 }
 
-// A vector of elements from `d` on of each of sixteen keys, of which `num` are left from there; zeros behind them.
+// A vector of elements from `d` on of each of LANES keys, of which `num` are left from there; zeros behind them.
 template <typename T> inline void load_square(const T *const *keys, int d, int num, vfloat (&square)[LANES]) {
   constexpr int WIDTH = sizeof(vfloat) / sizeof(T);
   if (num < WIDTH) std::memset(square, 0, sizeof square);
@@ -161,16 +162,17 @@ void load_values(const TileRows<T> &rows, const TileRows<T> &next, int padded_ke
 
 // Scores of ROWS rows against one tile: [ROWS, dim] x [dim, KEYS].
 template <typename Format> inline void score_rows(const float *query, const float *keys_t, int dim, float *scores) {
-  constexpr int V = KEYS / LANES;
-  vfloat acc[ROWS][V] = {};
-  for (int d = 0; d < dim / Format::PER_WORD; ++d) {
-    vfloat k[V];
-    for (int v = 0; v < V; ++v) k[v] = load(keys_t + d * KEYS + v * LANES);
+  for (int j = 0; j < KEYS; j += ACROSS * LANES) {
+    vfloat acc[ROWS][ACROSS] = {};
+    for (int d = 0; d < dim / Format::PER_WORD; ++d) {
+      vfloat k[ACROSS];
+      for (int v = 0; v < ACROSS; ++v) k[v] = load(keys_t + d * KEYS + j + v * LANES);
+      for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < ACROSS; ++v) Format::add_product(acc[r][v], query[r * dim + d], k[v]);
+    }
     for (int r = 0; r < ROWS; ++r)
-      for (int v = 0; v < V; ++v) Format::add_product(acc[r][v], query[r * dim + d], k[v]);
+      for (int v = 0; v < ACROSS; ++v) store(scores + r * KEYS + j + v * LANES, acc[r][v]);
   }
-  for (int r = 0; r < ROWS; ++r)
-    for (int v = 0; v < V; ++v) store(scores + r * KEYS + v * LANES, acc[r][v]);
 }
 
 // out = out * correction + weights x values, for ROWS rows and `COLUMNS` vectors of columns. The weight of word j in row
@@ -196,27 +198,24 @@ template <typename Format, int ROW, int WORD>
 inline void add_values(const float *weights, const float *values, int num_keys, int dim, const float *correction,
                        float *out) {
   int d = 0;
-  for (; d + 4 * LANES <= dim; d += 4 * LANES)
-    add_columns<Format, 4, ROW, WORD>(weights, values + d, num_keys, dim, correction, out + d);
+  for (; d + ACROSS * LANES <= dim; d += ACROSS * LANES)
+    add_columns<Format, ACROSS, ROW, WORD>(weights, values + d, num_keys, dim, correction, out + d);
   for (; d < dim; d += LANES)
     add_columns<Format, 1, ROW, WORD>(weights, values + d, num_keys, dim, correction, out + d);
 }
 
 // Reduces the lanes in a tree of fixed shape, so that the order of operations never changes.
 template <typename Combine> inline float reduce(vfloat v, Combine combine) {
-  v = combine(v, __builtin_shuffle(v, (vint){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-  v = combine(v, __builtin_shuffle(v, (vint){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-  v = combine(v, __builtin_shuffle(v, (vint){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-  v = combine(v, __builtin_shuffle(v, (vint){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+  for (int half = LANES / 2; half > 0; half /= 2) v = combine(v, __builtin_shuffle(v, (vint){LANE_NUMBERS} ^ half));
   return v[0];
 }
 
 // One row's online softmax step over a tile: turns scores into weights, and returns the factor for the previous sums.
-// `LaneAttention::soften` does the same for sixteen rows, operation by operation.
+// `LaneAttention::soften` does the same for LANES rows, operation by operation.
 template <typename Format>
 inline float soften_row(const Arguments &a, float *scores, int64_t first_key, int64_t position, float &max, float &sum) {
   constexpr int V = KEYS / LANES;
-  const vint lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const vint lane = {LANE_NUMBERS};
   int32_t last = static_cast<int32_t>(std::min<int64_t>(position - first_key, KEYS));
   int32_t first = a.window > 0 ? static_cast<int32_t>(std::max<int64_t>(position - a.window + 1 - first_key, 0)) : 0;
   vfloat x[V], top = splat(MINUS_INFINITY);

@@ -1,6 +1,7 @@
 // Vectors and the two element types of the CPU kernels.
 //
-// GCC's portable vectors: with -march=native the same source compiles to AVX-512, AVX2 or NEON.
+// GCC's portable vectors: with -march=native the same source compiles to AVX-512, AVX2 or NEON. A vector is one register:
+// GCC keeps wider ones in memory, which takes ten times as long.
 
 #pragma once
 
@@ -11,13 +12,27 @@
 #include <cstring>
 #include <limits>
 #include <utility>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
 namespace {
 
-constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#define LANE_NUMBERS 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+#elif defined(__AVX2__)
+constexpr int LANES = 8, REGISTERS = 16;
+#define LANE_NUMBERS 0, 1, 2, 3, 4, 5, 6, 7
+#else
+constexpr int LANES = 4;
+#define LANE_NUMBERS 0, 1, 2, 3
+#ifdef __aarch64__
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
+#endif
+#endif
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 typedef float vfloat __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -61,6 +76,8 @@ typedef int8_t vbyte __attribute__((vector_size(LANES), aligned(1), may_alias));
 inline vword widen(vhalf v) {
 #ifdef __AVX512F__
   return reinterpret_cast<vword>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(v)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<vword>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(v)));
 #else
   return __builtin_convertvector(v, vword);
 #endif
@@ -68,6 +85,8 @@ inline vword widen(vhalf v) {
 inline vint widen(vbyte v) {
 #ifdef __AVX512F__
   return reinterpret_cast<vint>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(v)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<vint>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(reinterpret_cast<int64_t>(v))));
 #else
   return __builtin_convertvector(v, vint);
 #endif
@@ -75,6 +94,9 @@ inline vint widen(vbyte v) {
 inline vhalf narrow(vword v) {
 #ifdef __AVX512F__
   return reinterpret_cast<vhalf>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
+#elif defined(__AVX2__)
+  const __m256i halves = _mm256_packus_epi32(reinterpret_cast<__m256i>(v & 0xffff), __m256i{}); // in each half of it
+  return reinterpret_cast<vhalf>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0xd8)));
 #else
   return __builtin_convertvector(v, vhalf);
 #endif

@@ -11,7 +11,7 @@ import torch
 from tandem.engine.cpu.library import load_kernels
 from tandem.protocol.errors import ConfigError
 
-_BITS = 5  # raised whenever a kernel's results change, so that old KV on disks is not taken for theirs
+_BITS = 6  # raised whenever a kernel's results change, so that old KV on disks is not taken for theirs
 VARIABLE = "TANDEM_CPU_KERNELS"
 _KINDS = ("vectors", "avx512_bf16", "amx_bf16")  # in the order of `enum Kind`; a CPU has those up to its own
 

@@ -35,8 +35,13 @@ def _cpu_flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
+def _flags() -> list[str]:
+    """Those of the compiler. CXXFLAGS has more, such as another -march."""
+    return [*_FLAGS, *os.environ.get("CXXFLAGS", "").split()]
+
+
 def _target(compiler: str, sources: list[Path]) -> Path:
-    parts = [" ".join(_FLAGS).encode(), _cpu_flags().encode(), compiler.encode(), *(p.read_bytes() for p in sources)]
+    parts = [" ".join(_flags()).encode(), _cpu_flags().encode(), compiler.encode(), *(p.read_bytes() for p in sources)]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     folder = cache_folder() / "kernels"
     return folder / f"tandem-cpu-{key}.so"
@@ -67,7 +72,7 @@ def _build() -> Path:
 
 
 def _compile(compiler: str, sources: list[Path], built: Path) -> None:
-    command = [compiler, *_FLAGS, "-o", str(built), *(str(p) for p in sources if p.suffix == ".cpp")]
+    command = [compiler, *_flags(), "-o", str(built), *(str(p) for p in sources if p.suffix == ".cpp")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
     if result.returncode != 0:
         raise KernelBuildError(f"{' '.join(command)} failed: {result.stderr.strip()[:2000]}")

@@ -18,8 +18,8 @@ constexpr int ITEM_ROWS = 128;           // rows of one work item
 constexpr int64_t BLOCK_BYTES = 1 << 20; // of rows that are prepared at once: half of a usual L2 cache
 constexpr int64_t OWN_BYTES = 16 << 10;  // rows that each thread prepares for itself: not worth a phase
 
-// Packed weights are [panels, K, LANES] of floats or int8, and [panels, K / 2, LANES, 2] of bfloat16: sixteen of these
-// pairs are the 1 KiB of a tile. The bfloat16 kinds have int8 in another order (`pack_int8_pairs`). Prepared rows are
+// Packed weights are [panels, K, LANES] of floats or int8, and [panels, K / 2, LANES, 2] of bfloat16: sixteen such pairs of
+// sixteen lanes are the 1 KiB of a tile. The bfloat16 kinds have int8 in another order (`pack_int8_pairs`). Prepared rows are
 // [M, K] of float, or of bfloat16, or tiles [M / 16, K / 32, 16, 32].
 
 inline int64_t padded_depth(int64_t depth) { return round_up(depth, PAIR_UNIT); }
@@ -201,11 +201,7 @@ struct Pairs {
 template <typename Format> struct ByRows {
   using T = typename Format::Element;
   using Prepared = typename Format::Prepared;
-#ifdef __AVX512F__
-  static constexpr int MOST = 12; // 24 accumulators of 32 registers
-#else
-  static constexpr int MOST = 2;
-#endif
+  static constexpr int MOST = REGISTERS == 32 ? 12 : 5; // rows at once, of two sums each
 
   static int64_t prepared_elements(int64_t num_rows, int64_t depth) { return num_rows * padded_depth(depth); }
   static void prepare(const T *row, int64_t idx, Prepared *to, int64_t depth) {
@@ -224,16 +220,15 @@ private:
     int64_t r = block.first;
     const auto run = [&](auto rows) {
       constexpr int ROWS = decltype(rows)::value;
-      if (r + ROWS > block.last) return;
+      if (ROWS > MOST || r + ROWS > block.last) return;
       prefetcher.begin_pass(depth / 2, ROWS, block.num_rows());
       for (; r + ROWS <= block.last; r += ROWS)
         some_rows<ROWS>(p, x + r * depth, panel, block.base + r, block.column, prefetcher);
     };
-    if constexpr (MOST == 12) {
-      run(std::integral_constant<int, 12>());
-      run(std::integral_constant<int, 8>());
-      run(std::integral_constant<int, 4>());
-    }
+    run(std::integral_constant<int, 12>());
+    run(std::integral_constant<int, 8>());
+    run(std::integral_constant<int, 5>());
+    run(std::integral_constant<int, 4>());
     run(std::integral_constant<int, 2>());
     run(std::integral_constant<int, 1>());
   }

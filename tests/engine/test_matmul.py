@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import platform
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.engine.cpu import library, matmul
 from tandem.engine.cpu.kinds import VARIABLE, kernel_kind, kernel_kinds, kernels_of
 from tandem.engine.cpu.matmul import PackedWeight, _WeightMemory
 from tandem.engine.quantization import quantize
@@ -158,25 +156,6 @@ def test_weights_of_engines_that_load_at_once_share_a_slab_and_no_memory(monkeyp
     with ThreadPoolExecutor(2) as threads:
         first, second = sorted(one.data_ptr() for one in threads.map(lambda _: memory.take(64, torch.uint8), range(2)))
     assert second - first == 64
-
-
-@pytest.mark.cluster  # compiles the kernels
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is x86's")
-def test_rows_of_int8_products_depend_on_themselves_alone_with_avx2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Two accumulators a row and no masks: the compiler rounds where it would not with AVX-512.
-    flags = ["-march=x86-64-v3" if flag == "-march=native" else flag for flag in library._FLAGS]
-    monkeypatch.setattr(library, "_FLAGS", (*flags, "-w"))
-    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        matmul, "_kernels", lambda kernels=matmul._declared(library.load_kernels.__wrapped__()): kernels
-    )
-    x, weight, bias = make_operands((100, 33), 300, torch.float32)
-    packed = PackedWeight(weight, is_int8=True)
-    whole = packed.multiply(x, bias)
-    for size in (1, 2, 3, 20):
-        assert torch.equal(packed.multiply(x[:size], bias), whole[:size]), f"{size} rows"
 
 
 def test_weights_larger_than_a_slab_have_one_of_their_own() -> None:
