@@ -52,6 +52,7 @@ _ENVIRONMENT = {
         "this, or be named in the engines file",
         "OPENAI_API_KEY": "key that `tandem chat` and `tandem bench` send; default of `--api-key`",
         "CXX": "compiler of the CPU kernels at the first start; default `g++`",
+        "CXXFLAGS": "more flags for it, such as another `-march`",
         "TANDEM_CPU_KERNELS": "`vectors`, `avx512_bf16` or `amx_bf16`: the kernels of bfloat16, where the hosts of a "
         "cluster have different CPUs; default: the fastest of each",
     },

@@ -23,6 +23,7 @@ from tandem.kv_transfer.leases import Lease, LeaseReceived, LeaseReleased, Lease
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.checksum import strip_checksum, wrong_blocks
+from tandem.kv_transfer.wire_codec import WireCodec
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.digest import extend_digests
 from tandem.protocol.errors import PeerLost, TransferError, TransferTimeout
@@ -83,8 +84,10 @@ class DecodeRole:
         on_failed: Callable[[str, str, str], None],
         *,
         first_generation: int,
+        wire: WireCodec | None = None,
     ) -> None:
         self._engine = engine
+        self._wire = wire
         self._links = links
         self._config = config
         self._on_failed = on_failed
@@ -203,14 +206,7 @@ class DecodeRole:
         if self._leases.is_foreign(message.generation, notification.sender):
             return
         if isinstance(message, ChunkArrived):
-            self._leases.chunk_arrived(
-                message.request_id,
-                message.generation,
-                message.first_block,
-                message.num_blocks,
-                message.checksums,
-                now=now,
-            )
+            self._chunk_arrived(message, now)
             return
         ended = self._leases.handoff_done(message.request_id, message.generation, message.first_token_ids, now=now)
         if isinstance(ended, LeaseReceived):
@@ -289,6 +285,17 @@ class DecodeRole:
         if idle:
             assert not self._pending, f"requests still wait for their KV: {sorted(self._pending)}"
             assert self.num_leases == 0, f"{self._leases.num_live} live and {len(self._leases.fenced)} fenced leases"
+
+    def _chunk_arrived(self, message: ChunkArrived, now: float) -> None:
+        """Note what arrived, and unpack it. What is packed as nobody asked for is missing."""
+        if message.codec and (self._wire is None or message.codec != self._wire.name):
+            logger.warning("request %s: blocks came packed as %r", message.request_id, message.codec)
+            return
+        blocks = self._leases.chunk_arrived(
+            message.request_id, message.generation, message.first_block, message.num_blocks, message.checksums, now=now
+        )
+        if message.codec and blocks and self._wire is not None:
+            self._wire.unpack(blocks)
 
     def _ask(self, pending: _Pending) -> None:
         pending.is_requested = True

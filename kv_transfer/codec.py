@@ -68,8 +68,8 @@ class Codec(ABC):
         NOTE: the bytes do not show whether this codec wrote them; the tier's checksum must.
         """
 
-    def holds(self, encoded: Block, block_shape: Sequence[int]) -> bool:
-        """Whether the block fitted into this encoded one. If not, it cannot be decoded."""
+    def holds(self, encoded: Block | Tensor, block_shape: Sequence[int]) -> bool:
+        """Whether all blocks fitted into these encoded ones [..., encoded_bytes]. If not, they cannot be decoded."""
         return True
 
     def gather(self, shards: Sequence[Tensor], block_ids: Tensor, out: Tensor) -> None:
@@ -183,8 +183,8 @@ class ExactCodec(Codec):
         return unit.num_in(block_shape) * sum(unit.sizes)
 
     @override
-    def holds(self, encoded: Block, block_shape: Sequence[int]) -> bool:
-        return bool((encoded[:: sum(ExactUnit.of(block_shape).sizes)] != _TOO_MANY).all())
+    def holds(self, encoded: Block | Tensor, block_shape: Sequence[int]) -> bool:
+        return bool((encoded[..., :: sum(ExactUnit.of(block_shape).sizes)] != _TOO_MANY).all())
 
     @override
     def encode(self, blocks: Tensor, out: Tensor) -> None:

@@ -124,23 +124,24 @@ class LeaseTable:
         checksums: Sequence[bytes],
         *,
         now: float,
-    ) -> None:
-        """Note that these blocks of the prompt are in place."""
+    ) -> Sequence[int]:
+        """Note that these blocks of the prompt are in place. Returns them; none if the chunk changes nothing."""
         entry = self._find(request_id, generation, "chunk")
         if entry is None or not self._is_usable(entry, now, "chunk"):
-            return
+            return ()
         # Blocks are counted from the prompt's beginning; the lease has those from `lease.first_block` on.
         lease, end = entry.lease, first_block + num_blocks
         is_inside = lease.first_block <= first_block and end <= lease.first_block + len(lease.block_ids)
         if num_blocks < 0 or not is_inside or len(checksums) not in (0, num_blocks):
             self.ignored["chunk out of range"] += 1
-            return
+            return ()
+        if not entry.checksums.keys().isdisjoint(range(first_block, end)):
+            self.ignored["chunk repeated"] += 1
+            return ()
         for position, index in enumerate(range(first_block, end)):
-            if index in entry.checksums:
-                self.ignored["chunk repeated"] += 1
-            else:
-                entry.checksums[index] = checksums[position] if checksums else b""
+            entry.checksums[index] = checksums[position] if checksums else b""
         entry.deadline = min(entry.deadline, now + lease.ttl_s)  # the grant was read: heartbeats extend the lease now
+        return lease.block_ids[first_block - lease.first_block : end - lease.first_block]
 
     def handoff_done(
         self, request_id: str, generation: int, first_token_ids: FirstTokens, *, now: float

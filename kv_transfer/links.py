@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from tandem.kv_transfer.handshake import differences, differing_fields
 from tandem.kv_transfer.transport.base import Transport
+from tandem.kv_transfer.wire_codec import WireCodec
 from tandem.protocol.errors import TransferError
 from tandem.protocol.messages import Message, PeerAddress, PeerHello, PeerRefused, WorkerEpoch
 
@@ -44,6 +45,7 @@ class _PeerLink:
     state: LinkState
     deadline: float
     reason: str = ""
+    unpack_block_s: float | None = None  # None: it takes no packed blocks, or of another codec
 
 
 class PeerLinks:
@@ -57,8 +59,11 @@ class PeerLinks:
         send: Callable[[PeerAddress, Message], None],
         *,
         timeout_s: float,
+        wire: WireCodec | None = None,
     ) -> None:
+        """`wire` unpacks blocks that peers pack; None: it takes none of them."""
         self.me = me
+        self._wire = wire
         self._compatibility = compatibility
         self._transport = transport
         self._send = send
@@ -89,6 +94,10 @@ class PeerLinks:
         link = self._links.get(peer.worker_id)
         return link is not None and link.peer.epoch == peer.epoch and link.state is LinkState.READY
 
+    def unpack_block_s(self, peer: PeerAddress) -> float | None:
+        """Seconds that a peer needs to unpack a block, as it said when the link opened; None: pack none for it."""
+        return self._links[peer.worker_id].unpack_block_s if self.is_ready(peer) else None
+
     def send(self, process: WorkerEpoch, message: Message) -> None:
         """Send to that process, unless it was forgotten."""
         peer = self._known.get(process)
@@ -112,6 +121,8 @@ class PeerLinks:
             compatibility=self._compatibility,
             transport_metadata=self._transport.local_metadata(),
             is_reply=True,
+            wire_codec=self._wire.name if self._wire is not None else "",
+            unpack_block_s=self._wire.unpack_block_s if self._wire is not None else 0.0,
         )
         self._send(message.sender, reply)
         return None
@@ -173,6 +184,8 @@ class PeerLinks:
         except TransferError as exc:
             return self._refuse(link, exc.message)
         link.state = LinkState.READY
+        if self._wire is not None and message.wire_codec == self._wire.name:
+            link.unpack_block_s = message.unpack_block_s
         return LinkChange(link.peer, LinkState.READY)
 
     def _refuse(self, link: _PeerLink, reason: str) -> LinkChange:

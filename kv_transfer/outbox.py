@@ -52,7 +52,9 @@ class LeaseEnded(NamedTuple):
 class Outbox:
     """The handoffs of one sending worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_write_blocks: int = 1 << 30) -> None:
+        """`max_write_blocks` bounds a single write."""
+        self._max_write_blocks = max_write_blocks
         self._num_opened = 0
         self._active: dict[HandoffKey, OutgoingHandoff] = {}  # until delivered or failed
         self._by_request: dict[str, list[OutgoingHandoff]] = {}  # the same; usually one per request
@@ -207,7 +209,7 @@ class Outbox:
         """Writes to start now, in this order. Each counts as in flight until it is reported as settled."""
         writes: list[BlockWrite] = []
         for handoff in self._active.values():
-            writes += handoff.take_writes()
+            writes += handoff.take_writes(self._max_write_blocks)
         return writes
 
     def write_settled(self, write: BlockWrite, state: TransferState) -> None:

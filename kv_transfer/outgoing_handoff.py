@@ -60,8 +60,11 @@ class OutgoingHandoff:
     is_ended: bool = False
     failure: str = ""
 
-    def take_writes(self) -> list[BlockWrite]:
-        """Writes to start now: the blocks computed since the last call, and `HandoffDone` after the last block."""
+    def take_writes(self, max_blocks: int) -> list[BlockWrite]:
+        """Writes to start now, of up to so many blocks each: those computed since the last call.
+
+        `HandoffDone` comes after the last block.
+        """
         if self.grant is None:
             return []
         request_id, generation = self.key.request_id, self.grant.lease.generation
@@ -71,9 +74,9 @@ class OutgoingHandoff:
         # [first, start)     submitted by earlier calls
         # [start, end)       computed since then: sent now, into the granted blocks from number `start - first` on
         # [end, num_blocks)  not computed yet
-        start, end = self.num_submitted, len(self.local_block_ids)
-        if start < end:
-            first = self.grant.first_block
+        first, num_computed = self.grant.first_block, len(self.local_block_ids)
+        for start in range(self.num_submitted, num_computed, max_blocks):
+            end = min(start + max_blocks, num_computed)
             chunk = ChunkArrived(
                 request_id=request_id, generation=generation, first_block=start, num_blocks=end - start
             )

@@ -18,6 +18,7 @@ from tandem.engine.step_result import SequenceOutput, StepResult
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.outbox import HandoffEnded, Outbox
 from tandem.kv_transfer.transport.base import TransferState, Transport
+from tandem.kv_transfer.wire_codec import WireCodec
 from tandem.prefill_worker.block_writes import BlockWrites, SettledWrite
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
@@ -36,6 +37,7 @@ from tandem.protocol.messages import (
 )
 
 _CONFIRM_INTERVAL_S = 1.0  # between two looks at leases with lost writes
+_WRITE_BYTES = 64 << 20  # of KV in one write
 
 
 @dataclass(eq=False, slots=True)
@@ -67,16 +69,17 @@ class PrefillRole:
         config: TransferConfig,
         on_failed: Callable[[str, str, str], None],
         on_delivered: Callable[[str], None],
+        wire: WireCodec | None = None,
     ) -> None:
         self._engine = engine
         self._transport = transport
-        self.writes = BlockWrites(engine, transport, links, config)
+        self.writes = BlockWrites(engine, transport, links, config, wire)
         self.step_s = 0.0  # duration of the last step
         self._links = links
         self._config = config
         self._on_failed = on_failed
         self._on_delivered = on_delivered
-        self._outbox = Outbox()
+        self._outbox = Outbox(max_write_blocks=max(_WRITE_BYTES // engine.block_bytes, 1))
         self._handoffs: dict[str, _Handoff] = {}
         self._by_answer: dict[str, _Handoff] = {}  # the same, by the names of all their answers
         self._held: dict[str, SequenceOutput] = {}  # first tokens of handoffs without a lease

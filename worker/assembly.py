@@ -18,14 +18,17 @@ from tandem.kv_transfer.transport.base import Transport
 from tandem.kv_transfer.transport.factory import create_transport
 from tandem.kv_transfer.transport.faulty import with_faults
 from tandem.kv_transfer.transport.in_process import InProcessHub
+from tandem.kv_transfer.wire_codec import WireCodec
 from tandem.prefill_worker.role import PrefillRole
 from tandem.protocol.config import WorkerConfig
+from tandem.protocol.errors import ConfigError
 from tandem.protocol.fault_boundary import undone_on_error
 from tandem.protocol.messages import PeerAddress
 from tandem.runtime.curve import make_keys
 from tandem.runtime.dropped import DroppedMessages
 from tandem.scheduling.cost_model import CostModel
 from tandem.worker.kv.copies import KvCopies
+from tandem.worker.kv.cpu_codec import codec_for
 from tandem.worker.kv.peer_lender import PeerLender
 from tandem.worker.kv.peer_reader import PeerReader
 from tandem.worker.kv.pins import WorkerPins
@@ -71,6 +74,7 @@ def assemble(config: WorkerConfig, hub: InProcessHub | None = None) -> WorkerPar
 
 
 def _connect(config: WorkerConfig, engine: Engine, hub: InProcessHub | None) -> WorkerParts:
+    wire = _wire_codec(config, engine)
     epoch = time.time_ns()
     name = f"{config.worker_id}-{epoch:x}"
 
@@ -98,9 +102,10 @@ def _connect(config: WorkerConfig, engine: Engine, hub: InProcessHub | None) -> 
 
     compatibility = _compatibility(config, engine)
     timeout_s = config.transfer.handoff_timeout_s
-    links = PeerLinks(address, compatibility, transport, sockets.send_peer, timeout_s=timeout_s)
-    prefill = PrefillRole(engine, transport, links, config.transfer, replies.fail, replies.forget)
-    decode = DecodeRole(engine, links, config.transfer, replies.fail, first_generation=epoch & 0x7FFFFFFFFFFFFFFF)
+    links = PeerLinks(address, compatibility, transport, sockets.send_peer, timeout_s=timeout_s, wire=wire)
+    prefill = PrefillRole(engine, transport, links, config.transfer, replies.fail, replies.forget, wire)
+    first_generation = epoch & 0x7FFFFFFFFFFFFFFF
+    decode = DecodeRole(engine, links, config.transfer, replies.fail, first_generation=first_generation, wire=wire)
 
     kind = _kind(engine)
     reader = PeerReader(engine, transport, links, config.transfer)
@@ -145,6 +150,17 @@ def _compatibility(config: WorkerConfig, engine: Engine) -> dict[str, str]:
         transport=config.transfer.transport,
         checksums=config.transfer.checksums,
     )
+
+
+def _wire_codec(config: WorkerConfig, engine: Engine) -> WireCodec | None:
+    """What packs KV for other workers, and unpacks theirs; None: it is sent as it is."""
+    setting, kv = config.transfer.wire_codec, engine.kv
+    is_spread = kv.device.type == "cuda" and len(kv.shards) > 1  # over several GPUs, each with its own order of work
+    if setting == "raw" or (setting == "auto" and (is_spread or kv.dtype is not torch.bfloat16)):
+        return None
+    if is_spread:
+        raise ConfigError("wire_codec='exact' packs the KV of one GPU, and this worker has several; use auto")
+    return WireCodec(kv.shards, codec_for("exact", kv.device), setting)
 
 
 def _kind(engine: Engine) -> str:

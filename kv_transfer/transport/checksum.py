@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
 import xxhash
 from torch import Tensor
 
+from tandem.kv_transfer.transport.beside_steps import beside_steps
 from tandem.kv_transfer.transport.shards import shards_of
 
 _CHECKSUM_BYTES = 8
@@ -87,7 +87,7 @@ def _digest_of(parts: Sequence[memoryview]) -> bytes:
 
 
 def _to_host(shard: Tensor, block_ids: list[int]) -> Tensor:
-    with _beside_steps(shard.device):
+    with beside_steps(shard.device):
         return shard[block_ids].cpu()
 
 
@@ -104,20 +104,10 @@ def _weighted_sums(shard: Tensor, block_ids: list[int], first_word: int, num_wor
     rows = shard.flatten(1).view(torch.int32)
     per_slab = max(_SLAB_BYTES // (4 * rows.shape[1]), 1)
     slabs = [block_ids[start : start + per_slab] for start in range(0, len(block_ids), per_slab)]
-    with _beside_steps(shard.device):
+    with beside_steps(shard.device):
         weights = _weights(num_words, shard.device)[first_word : first_word + rows.shape[1]]
         sums = [(rows[slab].to(torch.int64) * weights).sum(dim=1) for slab in slabs]
         return [total for part in sums for total in part.tolist()]
-
-
-def _beside_steps(device: torch.device) -> AbstractContextManager[object]:
-    """Work of a GPU on a stream of its own, because on the current one it would run behind the launched steps."""
-    return torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else nullcontext()
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @cache

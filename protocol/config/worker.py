@@ -211,6 +211,14 @@ class TransferConfig:
     checksums: Annotated[
         Literal["off", "all"], Setting("Verify all KV blocks that arrive from another worker, or none.", TRANSFER)
     ] = "all"
+    wire_codec: Annotated[
+        Literal["raw", "auto", "exact"],
+        Setting(
+            "Pack KV in bfloat16 for its way to another worker, without loss: raw = never, exact = always, auto = "
+            "where the measured speeds of link and packing say that it pays.",
+            TRANSFER,
+        ),
+    ] = "auto"
     lease_ttl_s: Annotated[
         Seconds, Setting("Seconds that lent blocks stay lent after the sender's last heartbeat.", TRANSFER)
     ] = 10.0

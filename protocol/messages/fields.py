@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from tandem.protocol.digest import DIGEST_BYTES
 
-WIRE_VERSION = 19  # changes with the meaning of any field and of digests; peers with another version are refused
+WIRE_VERSION = 20  # changes with the meaning of any field and of digests; peers with another version are refused
 
 _MAX_INT = 2**63 - 1
 _MAX_ITEMS = 1 << 24  # in a list: tokens of a prompt, blocks of a handoff

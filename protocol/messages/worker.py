@@ -207,7 +207,8 @@ class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
     peer_id: Name
     num_transfers: Number = 0
     num_bytes: Number = 0
-    seconds: Measure = 0.0  # time the link was busy: see `Transfer.seconds`
+    num_saved_bytes: Number = 0  # of `num_bytes`, those that packing kept off the link
+    seconds: Measure = 0.0  # packing, and the time the link was busy: see `Transfer.seconds`
     num_handoffs: Number = 0  # complete
     exposed_bytes: Number = 0
     exposed_s: Measure = 0.0

@@ -15,6 +15,7 @@ from tandem.protocol.messages.fields import (
     Digests,
     FirstTokens,
     Lifetime,
+    Measure,
     Name,
     Names,
     Number,
@@ -34,6 +35,8 @@ class PeerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     wire_version: Number = WIRE_VERSION
     transport_metadata: Annotated[bytes, Meta(max_length=1 << 20)] = b""
     is_reply: bool = False
+    wire_codec: Name = ""  # in which the sender takes packed blocks; "" = in none
+    unpack_block_s: Measure = 0.0  # that it needs for each
 
 
 class PeerRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -143,7 +146,8 @@ class ReadDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ChunkArrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Delivered with a write: these blocks (indices within the prompt) are in place now.
 
-    `checksums` has one digest per block, of its bytes; it is empty when checking is off.
+    `checksums` has one digest per block, of its bytes; it is empty when checking is off. With a `codec`, the first of
+    the blocks hold all of them, packed as `tandem.kv_transfer.wire_codec` says.
     """
 
     request_id: Name
@@ -151,6 +155,7 @@ class ChunkArrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     first_block: Number
     num_blocks: Number
     checksums: Checksums = []
+    codec: Name = ""
 
 
 class HandoffDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):

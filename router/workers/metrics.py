@@ -68,6 +68,7 @@ _LINK_COUNTERS = {
     "num_bytes": "Bytes of KV written to the peer",
     "seconds": "Seconds the link was busy with writes",
     "num_handoffs": "Completed handoffs to the peer",
+    "num_saved_bytes": "Bytes of KV that did not cross the link because blocks were packed",
     "exposed_bytes": "Bytes not yet written when the prompt was computed",
     "exposed_s": "Seconds the link was busy with those bytes",
     "num_lost": "Writes to the peer whose outcome is unknown: they might still land",

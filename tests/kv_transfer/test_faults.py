@@ -504,6 +504,16 @@ def test_two_hundred_handoffs_under_all_faults(model: Path) -> None:
     assert len(report.injected) > 8
 
 
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, 5))])
+def test_handoffs_that_are_packed_under_all_faults(model: Path, seed: int) -> None:
+    faults = Faults(writes=Faults().writes | {Fault.REPEAT: 0.2, Fault.FLIP: 0.05, Fault.TEAR: 0.05})
+    report = run(model, handoffs=200, seed=seed, faults=faults, packs=True)
+    print(f"seed {seed}: {report}")
+    assert report.is_clean, report.complaints[:5]
+    assert report.completed > 100
+    assert report.saved_bytes > 0
+
+
 @pytest.mark.parametrize("seed", [20, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (21, 22, 23))])
 def test_links_that_are_reset_early_lose_nothing(model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_writes, "_LEAST_STUCK_S", 0.5)  # of the 4 s of a handoff

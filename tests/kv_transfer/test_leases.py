@@ -71,8 +71,9 @@ def test_only_its_senders_heartbeat_extends_a_lease(table: LeaseTable, sender: W
 def test_repeated_foreign_and_misplaced_messages_are_ignored_and_counted(table: LeaseTable) -> None:
     lease = grant(table)
     generation = lease.generation
-    table.chunk_arrived("r", generation, 2, 2, [], now=1)
-    table.chunk_arrived("r", generation, 2, 2, [], now=1)  # repeated
+    assert list(table.chunk_arrived("r", generation, 2, 2, [], now=1)) == [7, 8]
+    for num_blocks in (2, 3):  # repeated, and in part
+        assert not table.chunk_arrived("r", generation, 2, num_blocks, [], now=1)
     table.chunk_arrived("r", generation + 1, 4, 1, [], now=1)  # another generation
     table.chunk_arrived("s", generation, 4, 1, [], now=1)  # another request
     table.chunk_arrived("r", generation, 1, 1, [], now=1)  # before the lease

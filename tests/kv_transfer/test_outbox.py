@@ -43,6 +43,21 @@ def summary(write: BlockWrite) -> tuple[list[int], list[int], int]:
     return write.local_block_ids, write.remote_block_ids, write.notification.first_block
 
 
+def test_a_write_has_a_bound() -> None:
+    outbox = Outbox(max_write_blocks=2)
+    open_handoff(outbox, num_blocks=6)
+    grant(outbox, (70, 80, 90, 95, 97))
+    outbox.blocks_computed("r", [10, 11, 12, 13, 14, 15], 6)
+    outbox.first_tokens("r", (42,))
+    *chunks, done = outbox.next_writes()
+    assert [summary(write) for write in chunks] == [([11, 12], [70, 80], 1), ([13, 14], [90, 95], 3), ([15], [97], 5)]
+    for write in (*chunks, done):
+        outbox.write_settled(write, DONE)
+    [ended] = outbox.take_ended()
+    assert isinstance(ended, HandoffEnded)
+    assert ended.is_delivered
+
+
 @pytest.mark.parametrize("is_grant_early", [True, False])
 def test_blocks_go_out_as_they_are_computed_and_done_goes_last(is_grant_early: bool) -> None:
     outbox = Outbox()

@@ -27,6 +27,7 @@ from tandem.kv_transfer.handshake import compatibility_fields
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.faulty import FaultyTransport
 from tandem.kv_transfer.transport.in_process import InProcessTransport, InProcessWrite
+from tandem.kv_transfer.wire_codec import WireCodec
 from tandem.prefill_worker.role import PrefillRole
 from tandem.protocol.config import EngineConfig, TransferConfig
 from tandem.protocol.errors import ServingError
@@ -45,6 +46,7 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.worker.handoff_messages import HandoffMessages
+from tandem.worker.kv.cpu_codec import codec_for
 from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.late_device import LateDevice, touched_early
 from tests.support.tiny_llama import save_tiny_model
@@ -124,6 +126,7 @@ class Report:
     wrong_tokens: int = 0
     leaked_blocks: int = 0
     overdue: int = 0
+    saved_bytes: int = 0  # the most that one worker saved by packing
     complaints: list[str] = field(default_factory=list)
 
     @property
@@ -147,12 +150,14 @@ def run(
     check_every: int = 250,
     checksums: Checksums = "all",
     make_device: MakeDevice | None = None,
+    packs: bool = False,
 ) -> Report:
     """Run `handoffs` handoffs; after every `check_every` of them wait until all is idle and check every account.
 
-    `make_device(engine, seed)` makes a worker's engine compute late.
+    `make_device(engine, seed)` makes a worker's engine compute late. With `packs` KV is bfloat16, and is packed on its
+    way where that saves blocks.
     """
-    world = _World(model, random.Random(seed), faults, checksums, make_device)
+    world = _World(model, random.Random(seed), faults, checksums, make_device, packs)
     while world.report.handoffs < handoffs:
         world.play(min(check_every, handoffs - world.report.handoffs))
         world.come_to_rest()
@@ -202,18 +207,19 @@ class _Worker:
         compatibility = compatibility_fields(
             model_revision="tiny",
             namespace=self.engine.namespace,
-            kv_dtype="float32",
+            kv_dtype=str(self.engine.kv.dtype),
             block_size=_BLOCK_SIZE,
             block_shape=self.engine.kv.block_shape,
             transport="in_process",
             checksums=world.transfer.checksums,
         )
-        config = world.transfer
+        config, kv = world.transfer, self.engine.kv
+        wire = WireCodec(kv.shards, codec_for("exact", kv.device), "exact") if world.packs else None
         self.links = PeerLinks(
-            self.address, compatibility, self.transport, world.send, timeout_s=config.handoff_timeout_s
+            self.address, compatibility, self.transport, world.send, timeout_s=config.handoff_timeout_s, wire=wire
         )
-        self.prefill = PrefillRole(self.engine, self.transport, self.links, config, self._fail, self._forget)
-        self.decode = DecodeRole(self.engine, self.links, config, self._fail, first_generation=epoch << 32)
+        self.prefill = PrefillRole(self.engine, self.transport, self.links, config, self._fail, self._forget, wire)
+        self.decode = DecodeRole(self.engine, self.links, config, self._fail, first_generation=epoch << 32, wire=wire)
         self.handoffs = HandoffMessages(self.links, self.prefill, self.decode)
         self._world = world
         self._clients: set[str] = set()
@@ -310,7 +316,13 @@ class _World:
     """Virtual time, the network, the workers, and the router with its clients."""
 
     def __init__(
-        self, model: Path, source: random.Random, faults: Faults, checksums: Checksums, make_device: MakeDevice | None
+        self,
+        model: Path,
+        source: random.Random,
+        faults: Faults,
+        checksums: Checksums,
+        make_device: MakeDevice | None,
+        packs: bool,
     ) -> None:
         self.now = 0.0
         self.source = source
@@ -318,6 +330,7 @@ class _World:
         self.transfer = replace(_TRANSFER, checksums=checksums)
         self.report = Report()
         self.make_device = make_device
+        self.packs = packs
         self.hub = JudgedHub(self._judge)
         self._model = model
         self._epochs = itertools.count(1)
@@ -345,16 +358,17 @@ class _World:
         return worker.device if worker.address.epoch == transport.epoch else None
 
     def make_engine(self) -> Engine:
-        block_bytes = 2 * 2 * _BLOCK_SIZE * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
+        num_elements = 2 * 2 * _BLOCK_SIZE * 2 * 8  # layers, keys and values, tokens, heads, head_dim
+        # A device is late with steps that sample nothing: let prompts take several. Few blocks are not packed.
+        max_num_batched_tokens = 11 if self.make_device is not None else 64 if self.packs else 32
         return Engine(
             EngineConfig(
                 model=str(self._model),
-                dtype="float32",
+                dtype="bfloat16" if self.packs else "float32",
                 device="cpu",
                 block_size=_BLOCK_SIZE,
-                pool_bytes=_NUM_BLOCKS * block_bytes,
-                # A device is late with steps that sample nothing: let prompts take several.
-                max_num_batched_tokens=32 if self.make_device is None else 11,
+                pool_bytes=_NUM_BLOCKS * num_elements * (2 if self.packs else 4),
+                max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=16 if self.make_device is None else 8,
                 num_threads=1,
             )
@@ -378,6 +392,8 @@ class _World:
         self._run_for(_DRAIN_S)
         for worker in self.workers.values():
             self._check_idle(worker)
+            saved_bytes = sum(load.num_saved_bytes for load in worker.prefill.writes.loads)
+            self.report.saved_bytes = max(self.report.saved_bytes, saved_bytes)
             worker.transport.rates = self.faults.writes
         self.report.checks += 1
 
