@@ -42,7 +42,7 @@ _TOOLS = [
         "function": {
             "name": "run",
             "description": "Run a command.",
-            "parameters": {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]},
+            "parameters": {"type": "object", "properties": {"id": {"enum": [1, 2, 3]}}, "required": ["id"]},
         },
     }
 ]
@@ -139,7 +139,7 @@ async def _user(server: Server, settings: argparse.Namespace, idx: int, is_over:
 
 
 async def _ask(server: Server, messages: list[dict[str, Any]], more: dict[str, Any]) -> Any:
-    body = {"model": server.model, "messages": messages, "max_tokens": 32, "temperature": 0.0, **more}
+    body = {"model": server.model, "messages": messages, "max_tokens": 64, "temperature": 0.0, **more}
     return await server.client.request_json("POST", "/v1/chat/completions", body)
 
 

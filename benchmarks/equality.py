@@ -27,6 +27,7 @@ from benchmarks.common import (
     ONE_PAIR,
     ONE_PAIR_ALWAYS,
     Server,
+    Setup,
     arguments,
     console,
     print_rows,
@@ -44,6 +45,7 @@ _TURNS = (5, _BLOCK - 1, _BLOCK, 100, 250, _CHUNK + 1, 900, 1200)  # first promp
 _PRIMED = (_BLOCK, 3 * _BLOCK + 1, 128, 300, _CHUNK, _CHUNK + 1, 800, 1100)  # parts that only prefill has seen
 _TAIL_TOKENS = 45  # what a second turn, or a primed prompt, goes on with
 
+_PACKED = Setup("1P1D, always a pair, packed KV", (*ONE_PAIR_ALWAYS.flags, "--wire-codec=exact"))
 _GREEDY: dict[str, Any] = {"temperature": 0.0}
 _SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
 
@@ -107,7 +109,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     cases: list[Case] = []
     references: References = {}
-    for setup in (COLOCATED, ONE_PAIR_ALWAYS, ONE_PAIR):
+    for setup in (COLOCATED, ONE_PAIR_ALWAYS, _PACKED, ONE_PAIR):
         with serving(setup, settings.model) as server:
             # All set-ups get the same prompts: second turns carry the colocated server's answers.
             cases = cases or run_measured(make_cases(server, settings))

@@ -84,6 +84,11 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def token_ends(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Up to which character of a text each of its tokens reaches, in order."""
+        encoding = self._fast.encode(text, add_special_tokens=add_special_tokens)
+        return [end for _, end in encoding.offsets]  # starts may leave out white space
+
     def render_chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """Text of a conversation. Raises `RequestError` if the template refuses it.
 

@@ -28,6 +28,8 @@ inline vhalfs widen_bytes(const uint8_t *p) {
   vbytes v = *reinterpret_cast<const vbytes *>(p);
 #ifdef __AVX512BW__
   return reinterpret_cast<vhalfs>(_mm512_cvtepu8_epi16(reinterpret_cast<__m256i>(v)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<vhalfs>(_mm256_cvtepu8_epi16(reinterpret_cast<__m128i>(v)));
 #else
   return __builtin_convertvector(v, vhalfs);
 #endif
@@ -35,6 +37,9 @@ inline vhalfs widen_bytes(const uint8_t *p) {
 inline void store_bytes(uint8_t *p, vhalfs v) {
 #ifdef __AVX512BW__
   *reinterpret_cast<vbytes *>(p) = reinterpret_cast<vbytes>(_mm512_cvtepi16_epi8(reinterpret_cast<__m512i>(v)));
+#elif defined(__AVX2__)
+  const __m256i bytes = _mm256_packus_epi16(reinterpret_cast<__m256i>(v), __m256i{}); // in each half of it
+  *reinterpret_cast<vbytes *>(p) = reinterpret_cast<vbytes>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(bytes, 0xd8)));
 #else
   *reinterpret_cast<vbytes *>(p) = __builtin_convertvector(v, vbytes);
 #endif

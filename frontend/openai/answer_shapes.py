@@ -18,6 +18,13 @@ StopReason = Annotated[str | int | None, Doc("The stop string or stop token that
 Created = Annotated[int, Doc("Unix time.")]
 
 
+class RoleTokens(msgspec.Struct, gc=False):
+    """The prompt's tokens of one role."""
+
+    tokens: Annotated[int, Doc("With what the template writes ahead of them, such as tools.")]
+    cached_tokens: Annotated[int, Doc("Those that were not computed.")]
+
+
 class PromptTokensDetails(msgspec.Struct, gc=False):
     """The prompt's tokens by what they cost."""
 
@@ -26,6 +33,12 @@ class PromptTokensDetails(msgspec.Struct, gc=False):
         dict[str, int],
         Doc("Where they were: `pool`, a tier by its name, as `host`, or `peer` for another worker."),
     ]
+
+
+class PromptTokensByRole(PromptTokensDetails, gc=False):
+    """The same, and by the roles of a chat's messages if the request asks."""
+
+    by_role: Annotated[dict[str, RoleTokens] | UnsetType, Doc("With `usage_by_role`.")] = UNSET
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -47,7 +60,7 @@ class Usage(msgspec.Struct, gc=False):
     prompt_tokens: Annotated[int, Doc("Of all prompts; the choices of a prompt share it.")]
     completion_tokens: Annotated[int, Doc("Of all choices.")]
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensByRole
     completion_tokens_details: Annotated[
         CompletionTokensDetails | UnsetType, Doc("If there is one of its numbers to tell.")
     ] = UNSET

@@ -21,6 +21,7 @@ from tandem.frontend.openai.formats import ChatFormat
 from tandem.frontend.openai.legacy_functions import function_field_names, with_tool_calls, with_tools
 from tandem.frontend.openai.planned_answer import AnswerFormat, PlannedAnswer
 from tandem.frontend.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
+from tandem.frontend.openai.prompt_roles import MAX_MESSAGES, RoleSpan, role_spans
 from tandem.frontend.openai.request_limits import check_fields, check_grammar, check_messages
 from tandem.frontend.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.frontend.openai.schema import (
@@ -109,6 +110,7 @@ async def plan_conversation(
         grammar=await _grammar(context, fields, request, tools, prompt_end, grammar),
         prediction=await _prediction(context, fields, request),
         call_ids=frozenset() if tools is None else context.formats.call_ids,
+        roles=await _roles(context, request, fields, tools, continued, num_bytes),
     )
     return plan_answer(context, prepared)
 
@@ -160,27 +162,62 @@ async def tokenize_chat(
     num_bytes: int,
 ) -> list[int]:
     """Token ids of a conversation with these tools; `num_bytes` is the size of its body. Raises `RequestError`."""
-    messages, kwargs = fields.messages or (), _template_kwargs(fields)
-    check_messages(messages, kwargs)
-    options = template_options(kwargs, fields.add_generation_prompt)
-    if continued is not None:
-        options |= {"add_generation_prompt": False, "continue_final_message": continued.field}
+    check_messages(fields.messages or (), _template_kwargs(fields))
 
     def encode() -> list[int]:
-        try:
-            shown = template_messages(messages, argument_texts=context.formats.traits.takes_argument_texts)
-            rendered, tool_options = context.formats.rendered(shown, tools)
-        except RecursionError as exc:
-            raise RequestError("The messages are nested too deeply.", param="messages") from exc
         return context.tokenizer.encode_chat(
-            rendered,
-            options | tool_options,
+            *_for_template(context, fields, tools, continued),
             scope,
             add_special_tokens=bool(fields.add_special_tokens),
             limit=context.prompt_limit("messages"),
         )
 
     return await context.work_on_text(request, encode, num_bytes)
+
+
+async def _roles(
+    context: ServingContext,
+    request: Request,
+    fields: ChatRequest,
+    tools: RequestedTools | None,
+    continued: ContinuedPart | None,
+    num_bytes: int,
+) -> list[RoleSpan]:
+    """The spans of a conversation's roles, if its usage is to tell them."""
+    if not fields.usage_by_role:
+        return []
+    if len(fields.messages) > MAX_MESSAGES:
+        note_ignored("usage_by_role", f"there are more than {MAX_MESSAGES} messages")
+        return []
+
+    def spans() -> list[RoleSpan]:
+        messages, options = _for_template(context, fields, tools, continued)
+        roles = [str(message["role"]) for message in messages]
+        if len(messages) == len(fields.messages):  # some templates know fewer roles than the API
+            roles = [message.role for message in fields.messages]
+        adds = bool(fields.add_special_tokens)
+        return role_spans(context.tokenizer, messages, roles, options, add_special_tokens=adds)
+
+    return await context.work_on_text(request, spans, num_bytes * len(fields.messages))
+
+
+def _for_template(
+    context: ServingContext,
+    fields: ConversationFields,
+    tools: RequestedTools | None,
+    continued: ContinuedPart | None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The messages as the chat template takes them, and its variables. Raises `RequestError`."""
+    options = template_options(_template_kwargs(fields), fields.add_generation_prompt)
+    if continued is not None:
+        options |= {"add_generation_prompt": False, "continue_final_message": continued.field}
+    takes_texts = context.formats.traits.takes_argument_texts
+    try:
+        shown = template_messages(fields.messages or (), argument_texts=takes_texts)
+        rendered, tool_options = context.formats.rendered(shown, tools)
+    except RecursionError as exc:
+        raise RequestError("The messages are nested too deeply.", param="messages") from exc
+    return rendered, options | tool_options
 
 
 def _template_kwargs(fields: ConversationFields) -> dict[str, Any]:

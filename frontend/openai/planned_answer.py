@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from tandem.frontend.http.answer_shapes import Error
-from tandem.frontend.openai.answer_shapes import CompletionTokensDetails, EndReason, PromptTokensDetails, Usage
+from tandem.frontend.openai.answer_shapes import (
+    CompletionTokensDetails,
+    EndReason,
+    PromptTokensByRole,
+    RoleTokens,
+    Usage,
+)
 from tandem.frontend.openai.cache_hints import Hints
 from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.frontend.openai.logprobs import TokenEntry
+from tandem.frontend.openai.prompt_roles import RoleSpan, tokens_by_role
 from tandem.text.tool_calls.events import Event, content_events
 
 
@@ -30,6 +38,7 @@ class TokensUsed:
     num_rejected_tokens: int = 0
     num_cached_tokens: int = 0
     num_loaded_tokens: Counter[str] = field(default_factory=Counter)  # cached, but not in the pool, by tier
+    roles: Sequence[RoleSpan] = ()  # of the prompt, if they are to be shown
 
     def add(self, delta: ChoiceDelta) -> None:
         """Count one delta of any choice."""
@@ -60,9 +69,13 @@ class TokensUsed:
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=self.num_completion_tokens,
             total_tokens=self.num_prompt_tokens + self.num_completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(self.num_cached_tokens, self.cached_by_tier),
+            prompt_tokens_details=PromptTokensByRole(self.num_cached_tokens, self.cached_by_tier, self._by_role()),
             completion_tokens_details=details if self.has_reasoning or has_prediction else UNSET,
         )
+
+    def _by_role(self) -> dict[str, RoleTokens] | UnsetType:
+        by_role = tokens_by_role(self.roles, self.num_cached_tokens)
+        return {role: RoleTokens(*numbers) for role, numbers in by_role.items()} if by_role else UNSET
 
 
 @dataclass(slots=True)
@@ -147,6 +160,7 @@ class PlannedAnswer:
     has_usage: bool = False
     has_running_usage: bool = False
     hints: Hints = ()
+    roles: Sequence[RoleSpan] = ()
 
     @property
     def shows_token_ids(self) -> bool:
@@ -157,4 +171,4 @@ class PlannedAnswer:
         """The usage of this answer before its first token."""
         has_reasoning = any(choice.parsing is not None and choice.parsing.has_reasoning for choice in self.choices)
         has_prediction = bool(self.choices[0].request.sampling.prediction)
-        return TokensUsed(self.num_prompt_tokens, has_reasoning, has_prediction=has_prediction)
+        return TokensUsed(self.num_prompt_tokens, has_reasoning, has_prediction=has_prediction, roles=self.roles)

@@ -17,6 +17,7 @@ from tandem.frontend.openai.cache_hints import Hints, is_demoted, read_hints
 from tandem.frontend.openai.choice_text import ChoicePlan
 from tandem.frontend.openai.logprobs import ScoredPrompt
 from tandem.frontend.openai.planned_answer import AnswerFormat, PlannedAnswer
+from tandem.frontend.openai.prompt_roles import RoleSpan
 from tandem.frontend.openai.request_limits import check_held_logprobs, check_prompt_tokens
 from tandem.frontend.openai.sampling import max_tokens_for, other_prompt, sampling_params, sibling_seed, stop_strings
 from tandem.frontend.openai.schema import GenerationFields
@@ -52,6 +53,7 @@ class PreparedRequest:
     grammar: str = ""  # grammar that every choice must match; "" = none
     call_ids: frozenset[int] = frozenset()  # tokens that only calls of tools have
     prediction: tuple[int, ...] = ()  # what the answer is like, in tokens
+    roles: Sequence[RoleSpan] = ()  # of the prompt, if usage tells them
 
 
 def conversation_of(options: RequestOptions, fields: GenerationFields) -> str:
@@ -84,6 +86,7 @@ def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAns
         has_usage=has_usage,
         has_running_usage=bool(has_usage and stream_options and stream_options.continuous_usage_stats),
         hints=hints,
+        roles=request.roles,
     )
 
 

@@ -296,6 +296,9 @@ class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     tools: ToolList = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool | None, Doc("`false`: at most one call.")] = None
+    usage_by_role: Annotated[
+        bool | None, Doc("Also tell the prompt's tokens by the roles of the messages, and which of them were cached.")
+    ] = None
     prediction: Annotated[
         Prediction | None, Doc("Text that the answer is like, such as a file to be changed. The answer stays the same.")
     ] = None

@@ -66,7 +66,7 @@ _TIER_REASONS = {
 _LINK_COUNTERS = {
     "num_transfers": "Writes to the peer that succeeded",
     "num_bytes": "Bytes of KV written to the peer",
-    "seconds": "Seconds the link was busy with writes",
+    "seconds": "Seconds of packing, and for which the link was busy with writes",
     "num_handoffs": "Completed handoffs to the peer",
     "num_saved_bytes": "Bytes of KV that did not cross the link because blocks were packed",
     "exposed_bytes": "Bytes not yet written when the prompt was computed",

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.frontend.openai import chat
 from tandem.router.backend import GenerateRequest
 from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, Step, closing
@@ -72,17 +73,17 @@ async def test_reasoning_tokens_are_those_up_to_its_closing_marker(tmp_path: Pat
     reasoning = REASONING if is_open else f"<think>{REASONING}"
     backend = FakeBackend(tokenizer, f"{reasoning}\n\nYes.", run=run)
     num_tokens = len(tokenizer.encode(reasoning, add_special_tokens=False))
-    chat = {"messages": MESSAGES}
-    usage = await usage_of(backend, "/v1/chat/completions", chat)
+    body = {"messages": MESSAGES}
+    usage = await usage_of(backend, "/v1/chat/completions", body)
     assert usage["completion_tokens_details"] == {"reasoning_tokens": num_tokens}
     assert usage["completion_tokens"] > num_tokens
-    usage = await usage_of(backend, "/v1/chat/completions", chat | {"n": 2})
+    usage = await usage_of(backend, "/v1/chat/completions", body | {"n": 2})
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * num_tokens}
     usage = await usage_of(backend, "/v1/responses", {"input": "hi"})
     assert usage["output_tokens_details"] == {"reasoning_tokens": num_tokens}
-    usage = await usage_of(backend, "/v1/messages", chat | {"max_tokens": 99})
+    usage = await usage_of(backend, "/v1/messages", body | {"max_tokens": 99})
     assert usage["output_tokens_details"] == {"thinking_tokens": num_tokens}
-    usage = await usage_of(backend, "/v1/chat/completions", chat, reasoning_parser="none")
+    usage = await usage_of(backend, "/v1/chat/completions", body, reasoning_parser="none")
     assert "completion_tokens_details" not in usage
 
 
@@ -122,3 +123,61 @@ async def test_reasoning_ends_for_usage_at_a_stop_string(tmp_path: Path, run: in
     num_tokens = len(tokenizer.encode(REASONING, add_special_tokens=False))
     assert usage["completion_tokens"] == num_tokens
     assert usage["completion_tokens_details"] == {"reasoning_tokens": num_tokens}
+
+
+async def by_role(tokenizer: Tokenizer, messages: list[dict[str, Any]], **fields: Any) -> dict[str, dict[str, int]]:
+    body = {"messages": messages, "usage_by_role": True, **fields}
+    usage = await usage_of(FakeBackend(tokenizer), "/v1/chat/completions", body)
+    found: dict[str, dict[str, int]] = usage["prompt_tokens_details"]["by_role"]
+    assert sum(one["tokens"] for one in found.values()) == usage["prompt_tokens"]
+    assert sum(one["cached_tokens"] for one in found.values()) == usage["prompt_tokens_details"]["cached_tokens"] == 3
+    return found
+
+
+async def test_prompt_tokens_are_told_by_role(tokenizer: Tokenizer) -> None:
+    messages = [
+        {"role": "system", "content": "é"},
+        {"role": "user", "content": "hello"},
+        {"role": "user", "content": "there"},
+        {"role": "assistant", "content": "ok "},
+        {"role": "user", "content": " so"},
+    ]
+    found = await by_role(tokenizer, messages)
+    # <s><system>é | <user>hello<user>there | <assistant>ok  | <user> so | <assistant>
+    texts = {
+        "system": ["<system>é"],
+        "user": ["<user>hello", "<user>there", "<user> so"],
+        "assistant": ["<assistant>ok ", "<assistant>"],
+    }
+    counts = {
+        role: sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in parts)
+        for role, parts in texts.items()
+    }
+    counts["system"] += 1  # <s>
+    assert {role: one["tokens"] for role, one in found.items()} == counts
+    assert {role: one["cached_tokens"] for role, one in found.items() if one["cached_tokens"]} == {"system": 3}
+
+
+async def test_a_role_whose_end_cannot_be_told_counts_with_the_next(tmp_path: Path) -> None:
+    # The template refuses conversations that end with a system message, and drops all but the last thoughts.
+    template = (
+        "{% if messages[-1].role == 'system' %}{{ raise_exception('ask something') }}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{% if loop.last %}think {% endif %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = Tokenizer(build_tokenizer(tmp_path, template))
+    messages = [{"role": role, "content": "word"} for role in ("system", "user", "assistant", "user")]
+    assert (await by_role(tokenizer, messages)).keys() == {"user"}
+
+
+async def test_roles_are_told_only_on_request_and_of_conversations_that_are_not_too_long(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES}
+    usage = await usage_of(FakeBackend(tokenizer), "/v1/chat/completions", body)
+    assert "by_role" not in usage["prompt_tokens_details"]
+    monkeypatch.setattr(chat, "MAX_MESSAGES", 2)
+    body = {"messages": MESSAGES * 3, "usage_by_role": True}
+    async with closing(FakeBackend(tokenizer)) as client:
+        response = await client.post("/v1/chat/completions", json=body)
+    assert "usage_by_role" in response.headers["x-tandem-ignored"]
+    assert "by_role" not in response.json()["usage"]["prompt_tokens_details"]
