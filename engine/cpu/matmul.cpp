@@ -229,6 +229,7 @@ private:
     run(std::integral_constant<int, 8>());
     run(std::integral_constant<int, 5>());
     run(std::integral_constant<int, 4>());
+    run(std::integral_constant<int, 3>());
     run(std::integral_constant<int, 2>());
     run(std::integral_constant<int, 1>());
   }

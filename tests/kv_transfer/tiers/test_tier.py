@@ -516,6 +516,7 @@ def test_deletes_that_are_not_answered_do_not_keep_the_threads() -> None:
     store.can_delete = False
     tier = make_tier(store, capacity=10)  # the scan finds 40 blocks too many
     put(tier, [])
+    poll_until(tier, lambda: "delete" in [call for call, _ in store.calls])
     assert get(tier, chain(1)) == 1  # a thread is free
     assert [call for call, _ in store.calls].count("delete") == 1
     tier.close()
