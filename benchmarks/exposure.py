@@ -7,6 +7,7 @@ rest of that stream), as a share of TTFT. Transfers that overlap the prefill are
 Stands behind README's "KV transfer that a client waits for".
 
     python -m benchmarks.exposure
+    UCX_TLS=tcp python -m benchmarks.exposure --wire-codecs raw exact auto    # over a slow link
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ def main() -> None:
     parser.option("--prompt-tokens", [512, 2000, 6000], quick=[512, 2000])
     parser.option("--requests", 10, "of each length", quick=3)
     parser.option("--output-tokens", 24)
+    parser.option("--wire-codecs", ["auto"], "how KV is sent, each by a server of its own: raw, exact, auto")
     settings = parser.settings()
-    with serving(ONE_PAIR_ALWAYS, settings.model) as server:
-        rows = [run_measured(measure(server, settings, num)) for num in settings.prompt_tokens]
+    rows: list[dict[str, Any]] = []
+    for codec in settings.wire_codecs:
+        with serving(ONE_PAIR_ALWAYS, settings.model, f"--wire-codec={codec}") as server:
+            rows += ({"": codec} | run_measured(measure(server, settings, num)) for num in settings.prompt_tokens)
     print_rows(f"Exposed KV transfer, {settings.requests} requests of each length, one at a time", rows, "medians")
     write_result("exposure", settings, rows)
 
