@@ -33,6 +33,7 @@ def test_a_compiler_that_is_not_there_or_fails_is_named(tmp_path: Path, monkeypa
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(400)  # compiles the kernels
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the targets are of x86-64")
 @pytest.mark.parametrize("target", ["x86-64 -O1", "x86-64-v3"])  # vectors of four floats, and of eight
 def test_the_kernels_are_right_at_every_width_and_no_vector_is_wider_than_a_register(target: str) -> None:
