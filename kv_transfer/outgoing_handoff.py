@@ -61,7 +61,7 @@ class OutgoingHandoff:
     failure: str = ""
 
     def take_writes(self, max_blocks: int) -> list[BlockWrite]:
-        """Writes to start now, of up to so many blocks each: those computed since the last call.
+        """Writes to start now: the blocks computed since the last call, at most `max_blocks` in each write.
 
         `HandoffDone` comes after the last block.
         """

@@ -12,8 +12,8 @@ Packing costs time on both sides, which only a slow link gives back. `auto` pack
 
     (n - m) x link seconds a block > n x (encoding seconds a block + decoding seconds a block)
 
-with the speed that was measured of each: of encoding here, of decoding by the receiver, which tells it when the link
-opens, and of the link by its fastest recent write, because a short one also contains latency.
+Each speed is measured: encoding by the sender, decoding by the receiver, which reports its own when the link opens. The
+link's speed is that of its fastest recent write, because a short write also contains latency.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from tandem.kv_transfer.codec import Codec
 from tandem.kv_transfer.transport.beside_steps import beside_steps
 
-WireSetting = Literal["raw", "auto", "exact"]
+WireSetting = Literal["auto", "exact"]
 
 _TRIAL_BLOCKS = 4  # that are packed at the start, to know the speed
 _SHARE_OF_NEWS = 0.25  # of a measurement in the learned speed
@@ -62,13 +62,13 @@ class WireCodec:
         self.pack_block_s, self.unpack_block_s = self._try_out(shards[0].dtype)
 
     def num_packed(self, num_blocks: int) -> int:
-        """Blocks that so many take when they are packed."""
+        """How many blocks `num_blocks` need once they are packed."""
         return -(-num_blocks * self._encoded_bytes // self._block_bytes)
 
     def pays(self, num_blocks: int, link_block_s: float, unpack_block_s: float) -> bool:
-        """Whether to pack a write over a link that takes `link_block_s` a block, for a receiver of this speed."""
+        """Whether to pack a write, given the link's and the receiver's seconds for a block."""
         num_saved = num_blocks - self.num_packed(num_blocks)
-        if num_saved <= 0 or self.setting == "raw":
+        if num_saved <= 0:
             return False
         return self.setting == "exact" or num_saved * link_block_s > num_blocks * (self.pack_block_s + unpack_block_s)
 
@@ -84,7 +84,7 @@ class WireCodec:
             fits = self._codec.holds(encoded, self._block_shape)
             for rows, part in zip(self._rows, self._parts(packed), strict=True):
                 rows[torch.tensor(spare_ids, device=rows.device)] = part.to(rows.device)
-        self.pack_block_s += _SHARE_OF_NEWS * ((self._clock() - began) / num_blocks - self.pack_block_s)
+        self.pack_block_s = self._learned(self.pack_block_s, began, num_blocks)
         return fits
 
     def unpack(self, block_ids: Sequence[int]) -> None:
@@ -97,7 +97,10 @@ class WireCodec:
                 part.copy_(rows[packed_ids.to(rows.device)])
             ids = torch.tensor(block_ids, device=self._device)
             self._codec.scatter(self._encoded(packed, num_blocks), self._shards, ids)
-        self.unpack_block_s += _SHARE_OF_NEWS * ((self._clock() - began) / num_blocks - self.unpack_block_s)
+        self.unpack_block_s = self._learned(self.unpack_block_s, began, num_blocks)
+
+    def _learned(self, block_s: float, began: float, num_blocks: int) -> float:
+        return block_s + _SHARE_OF_NEWS * ((self._clock() - began) / num_blocks - block_s)
 
     def _packed(self, num_blocks: int) -> Tensor:
         """Memory of so many blocks, [num_blocks, block_bytes]; the next call gives the same."""
@@ -117,10 +120,14 @@ class WireCodec:
         """Seconds for a block to encode and to decode."""
         blocks = torch.randn(_TRIAL_BLOCKS, *self._block_shape, device=self._device).to(dtype)
         encoded = self._encoded(self._packed(_TRIAL_BLOCKS), _TRIAL_BLOCKS)
-        seconds: list[float] = []
-        for run in (self._codec.encode, self._codec.encode, self._codec.decode, self._codec.decode):
+
+        def block_s(run: Callable[[Tensor, Tensor], None], source: Tensor, target: Tensor) -> float:
             began = self._clock()
             with beside_steps(self._device):
-                run(*((blocks, encoded) if len(seconds) < 2 else (encoded, blocks)))
-            seconds.append((self._clock() - began) / _TRIAL_BLOCKS)
-        return min(seconds[:2]), min(seconds[2:])
+                run(source, target)
+            return (self._clock() - began) / _TRIAL_BLOCKS
+
+        # The first call may load kernels.
+        pack_block_s = min(block_s(self._codec.encode, blocks, encoded) for _ in range(2))
+        unpack_block_s = min(block_s(self._codec.decode, encoded, blocks) for _ in range(2))
+        return pack_block_s, unpack_block_s

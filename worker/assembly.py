@@ -156,7 +156,9 @@ def _wire_codec(config: WorkerConfig, engine: Engine) -> WireCodec | None:
     """What packs KV for other workers, and unpacks theirs; None: it is sent as it is."""
     setting, kv = config.transfer.wire_codec, engine.kv
     is_spread = kv.device.type == "cuda" and len(kv.shards) > 1  # over several GPUs, each with its own order of work
-    if setting == "raw" or (setting == "auto" and (is_spread or kv.dtype is not torch.bfloat16)):
+    if setting == "raw":
+        return None
+    if setting == "auto" and (is_spread or kv.dtype is not torch.bfloat16):
         return None
     if is_spread:
         raise ConfigError("wire_codec='exact' packs the KV of one GPU, and this worker has several; use auto")
