@@ -100,6 +100,29 @@ class _JudgedTransport(InProcessTransport):
         self._judged.lose(lambda write: write.sender is self and write.receiver.worker_id == worker_id)
 
 
+def damaging(damage: Callable[[Tensor, list[int]], None]) -> Callable[[InProcessWrite], Verdict]:
+    """A link that damages the blocks of every write where they arrive; the sender still computes with its own."""
+
+    def judge(write: InProcessWrite) -> Verdict:
+        if write.local_block_ids:
+            deliver_damaged(write, damage)
+        return Verdict.DELIVER
+
+    return judge
+
+
+def deliver_damaged(write: InProcessWrite, damage: Callable[[Tensor, list[int]], None]) -> None:
+    """Copy the blocks now, `damage` them where they arrived, and leave nothing more to copy.
+
+    Both pools must have one shard, of one shape.
+    """
+    here, there = (write.sender.shards[0], write.local_block_ids), (write.receiver.shards[0], write.remote_block_ids)
+    (source, sent), (target, arrived) = (there, here) if write.is_read else (here, there)
+    target[arrived] = source[sent]
+    damage(target, arrived)
+    write.local_block_ids, write.remote_block_ids = [], []
+
+
 def _first_block_of(write: InProcessWrite) -> InProcessWrite:
     local, remote = write.local_block_ids[:1], write.remote_block_ids[:1]
     return replace(write, local_block_ids=local, remote_block_ids=remote, notification=b"", transfer=Transfer())

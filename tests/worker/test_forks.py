@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch import Tensor
 
 from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.messages import Fork, Generate, RequestFailed, Role
@@ -26,7 +27,7 @@ from tests.support.cluster_harness import (
     make_prompt,
     running_cluster,
 )
-from tests.support.judged_hub import Verdict
+from tests.support.judged_hub import Verdict, damaging
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -140,13 +141,12 @@ async def test_answers_that_end_with_their_first_token_are_not_handed_over(tiny_
             await cluster.becomes_idle()
 
 
-async def test_damaged_kv_is_computed_again_for_all(tiny_model: Path, oracle: Oracle) -> None:
-    def judge(write: InProcessWrite) -> Verdict:
-        for block in write.local_block_ids:
-            write.sender.shards[0][block] += 1  # behind the checksum
-        return Verdict.DELIVER
+def add_one(pool: Tensor, blocks: list[int]) -> None:
+    pool[blocks] += 1
 
-    async with running_cluster(tiny_model, judge=judge, transfer={"checksums": "all"}) as cluster:
+
+async def test_damaged_kv_is_computed_again_for_all(tiny_model: Path, oracle: Oracle) -> None:
+    async with running_cluster(tiny_model, judge=damaging(add_one), transfer={"checksums": "all"}) as cluster:
         requests = siblings(cluster, make_prompt(70), 4)
         assert tokens(await serve(cluster, requests)) == expected(oracle, requests)
         assert (await cluster.call("d", cluster.worker("d").status)).load.num_recomputed == 1

@@ -26,7 +26,7 @@ from tests.support.cluster_harness import (
     running_cluster,
     worker_config,
 )
-from tests.support.judged_hub import Verdict
+from tests.support.judged_hub import Verdict, damaging
 from tests.support.tiny_llama import EOS_TOKEN_ID
 from tests.support.waiting import eventually
 
@@ -194,19 +194,6 @@ def tear_a_block(pool: Tensor, blocks: list[int]) -> None:
 
 def swap_blocks(pool: Tensor, blocks: list[int]) -> None:
     pool[blocks[:2]] = pool[blocks[1::-1]]
-
-
-def damaging(damage: Callable[[Tensor, list[int]], None]) -> Callable[[InProcessWrite], Verdict]:
-    """A link that damages the blocks of every write."""
-
-    def judge(write: InProcessWrite) -> Verdict:
-        if write.local_block_ids:  # they are copied here, and then nothing is left to copy
-            write.receiver.shards[0][write.remote_block_ids] = write.sender.shards[0][write.local_block_ids]
-            damage(write.receiver.shards[0], write.remote_block_ids)
-            write.local_block_ids, write.remote_block_ids = [], []
-        return Verdict.DELIVER
-
-    return judge
 
 
 def garbling(is_damaged: Callable[[InProcessWrite], bool] = lambda _: True) -> Callable[[InProcessWrite], Verdict]:

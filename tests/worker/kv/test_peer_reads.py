@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import HostStream
@@ -54,7 +55,7 @@ from tests.support.cluster_harness import (
     prompt_of,
     running_cluster,
 )
-from tests.support.judged_hub import JudgedHub, Verdict
+from tests.support.judged_hub import JudgedHub, Verdict, deliver_damaged
 from tests.support.late_device import LateDevice, LateStream, touched_early
 from tests.support.waiting import eventually
 
@@ -305,10 +306,14 @@ def only_reads(verdict: Verdict) -> Judge:
     return lambda write: verdict if write.is_read else Verdict.DELIVER
 
 
+def add_one_to_the_fourth(pool: Tensor, blocks: list[int]) -> None:
+    pool[blocks[3]] += 1
+
+
 def damage(write: InProcessWrite) -> Verdict:
     """One block of each read."""
     if write.is_read:
-        write.receiver.shards[0][write.remote_block_ids[3]] += 1
+        deliver_damaged(write, add_one_to_the_fourth)
     return Verdict.DELIVER
 
 
