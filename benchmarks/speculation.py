@@ -92,6 +92,7 @@ class Task(NamedTuple):
 class Run(NamedTuple):
     """One round of one engine."""
 
+    num_tokens: int  # of the steps that were measured
     tokens_per_s: float
     tokens_per_cpu_s: float
     num_steps: int
@@ -184,7 +185,7 @@ def measure(
     ratios = [ratio(one.tokens_per_s, other.tokens_per_s) for one, other in both]
     cpu_ratios = [ratio(one.tokens_per_cpu_s, other.tokens_per_cpu_s) for one, other in both]
     pairs = [pair for one, other in both for pair in zip(one.answers, other.answers, strict=True)]
-    num_tokens, num_steps = (sum(len(mine) for mine, _ in pairs), sum(one.num_steps for one in auto))
+    num_tokens, num_steps = sum(one.num_tokens for one in auto), sum(one.num_steps for one in auto)
     median_ratio, has_aim = statistics.median(ratios), kind == "chat" or num_streams == 1
     return {
         "": kind,
@@ -204,17 +205,21 @@ def measure(
 
 
 def run(engine: Engine, sequences: Collection[Sequence]) -> Run:
-    """Run until all sequences have ended. Their prompts are not measured."""
+    """Run until all sequences have ended. What is measured begins behind the prompts and ends with the first of them:
+    a server would give its place to the next request.
+    """
     while engine.has_work and not all(sequence.has_first_token for sequence in sequences):
         engine.step()
     num_before, num_steps = sum(sequence.num_output_tokens for sequence in sequences), 0
     began, cpu_began = time.perf_counter(), time.process_time()
-    while engine.has_work:
+    while len(engine.sequences) == len(sequences):
         num_steps += len(engine.step())
     elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     num_tokens = sum(sequence.num_output_tokens for sequence in sequences) - num_before
+    while engine.has_work:
+        engine.step()
     answers = [sequence.output_ids for sequence in sequences]
-    return Run(num_tokens / elapsed_s, num_tokens / cpu_s, num_steps, answers)
+    return Run(num_tokens, num_tokens / elapsed_s, num_tokens / cpu_s, num_steps, answers)
 
 
 async def measure_vllm(tokenizer: Tokenizer, settings: argparse.Namespace, counts: list[_Kind]) -> list[dict[str, Any]]:
