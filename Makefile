@@ -65,7 +65,7 @@ bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARG
 	$(BIN)/tandem bench --url $(URL) $(ARGS)
 
 BENCHMARKS := equality faults hostile failover throughput interference exposure tiers transfer decisions edge versus speculation weights steps long-context \
-	eviction autoscaling structured-output lockout hostile-engines tenants gpu-check plan agents
+	eviction autoscaling structured-output lockout hostile-engines tenants gpu-check plan silicon agents
 
 .PHONY: bench-NAME gpu-check $(addprefix bench-,$(BENCHMARKS))
 

@@ -21,7 +21,8 @@ def worker(name: str, gpu: str, num_gpus: int = 0, **changes: object) -> Planned
 
 
 def test_the_costs_are_those_that_the_simulators_machine_was_given_by_hand() -> None:
-    planned, by_hand = worker("llama-8b", "h200").costs, MACHINES["h200-8b"].costs
+    cautious = Efficiency(products=0.5, attention=0.4, kv=0.7)  # as `simulator/machine.py` says
+    planned, by_hand = step_costs(geometry("llama-8b"), GPUS["h200"], 1, cautious), MACHINES["h200-8b"].costs
     for name in ("base_s", "attention_s", "kv_token_s"):
         assert getattr(planned, name) == pytest.approx(getattr(by_hand, name), rel=0.03), name
     # The embedding table and the head, an eighth of the model, are no work of a prompt's tokens.
@@ -38,12 +39,48 @@ def test_prefill_is_the_roofline_of_the_design() -> None:
     assert planned.prefill_s(n) == pytest.approx(planned.prefill_s(n // 2) + planned.prefill_s(n // 2, n // 2))
 
 
+# What kernels of vLLM 0.24 and SGLang were measured to take, as aiconfigurator 0.12 adds them up: ranks, GPU, tokens of a
+# prompt or before each sequence, sequences of a decode step (0 = the prompt), milliseconds. `benchmarks/silicon.py` has
+# all points. The efficiencies were fitted to other ones.
+MEASURED = [
+    ("llama-8b", 1, "h200", 2048, 0, 43.4),
+    ("llama-8b", 1, "h200", 32768, 0, 1109.9),
+    ("llama-8b", 1, "h200", 2048, 1, 4.9),
+    ("llama-8b", 1, "h200", 16384, 32, 20.7),
+    ("llama-8b", 1, "h100", 2048, 0, 46.1),
+    ("llama-8b", 1, "h100", 32768, 0, 1174.7),
+    ("llama-8b", 1, "h100", 2048, 1, 6.6),
+    ("llama-8b", 1, "h100", 16384, 32, 28.7),
+    ("llama-8b", 1, "a100", 2048, 0, 125.2),
+    ("llama-8b", 1, "a100", 32768, 0, 3430.1),
+    ("llama-8b", 1, "a100", 2048, 1, 12.0),
+    ("llama-8b", 1, "a100", 16384, 32, 60.5),
+    ("llama-8b", 1, "l40s", 2048, 0, 144.9),
+    ("llama-8b", 1, "l40s", 32768, 0, 3969.2),
+    ("llama-8b", 1, "l40s", 2048, 1, 22.0),
+    ("llama-8b", 1, "l40s", 16384, 32, 131.0),
+    ("llama-8b", 1, "b200", 2048, 0, 23.5),
+    ("llama-8b", 1, "b200", 32768, 0, 559.2),
+    ("llama-8b", 1, "b200", 2048, 1, 3.5),
+    ("llama-8b", 1, "b200", 16384, 32, 13.0),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "gpu", "num_tokens", "batch", "measured_ms"), MEASURED)
+def test_a_data_sheet_predicts_what_kernels_were_measured_to_take(
+    model: str, ranks: int, gpu: str, num_tokens: int, batch: int, measured_ms: float
+) -> None:
+    planned = worker(model, gpu, ranks)
+    step_s = planned.costs.step_s(float(batch), float(batch * num_tokens))
+    assert 1e3 * (step_s if batch else planned.prefill_s(num_tokens)) == pytest.approx(measured_ms, rel=0.25)
+
+
 def test_a_million_tokens_of_maverick_are_restored_in_milliseconds_and_computed_in_far_longer() -> None:
     """Quoted for a DGX B200 with FP8: 15 ms from memory, 140 ms from NVMe, over two minutes computed (Micron, 2025).
 
     The first two hold for 15.6 GB of KV; the config's 12 layers without chunks make 25.2 GB, so times here are 1.6
-    times as long. Two minutes are those of attention in full in every layer, without the causal mask: chunks need a
-    fifth.
+    times as long. Two minutes are about those of attention in full in every layer, without the causal mask: chunks need
+    a sixth.
     """
     maverick = geometry_of(PUBLISHED["llama-4-maverick"] | FP8, "m", kv_element_bytes=1)
     eight = plan_worker(maverick, GPUS["b200"], 8)
@@ -51,12 +88,12 @@ def test_a_million_tokens_of_maverick_are_restored_in_milliseconds_and_computed_
     assert num_bytes == pytest.approx(25.2e9, rel=0.01)
     assert num_bytes / (8 * 128e9) == pytest.approx(15e-3 * 25.2 / 15.6, rel=0.05)  # PCIe 5, both directions
     assert num_bytes / (8 * 14e9) == pytest.approx(140e-3 * 25.2 / 15.6, rel=0.05)  # eight drives of PCIe 5
-    assert eight.prefill_s(1e6) == pytest.approx(22, rel=0.05)
+    assert eight.prefill_s(1e6) == pytest.approx(18, rel=0.05)
     full = geometry_of(PUBLISHED["llama-4-maverick"] | FP8 | {"layer_types": ["full_attention"] * 48}, "m")
     in_full = plan_worker(full, GPUS["b200"], 8)
-    assert in_full.prefill_s(1e6) + in_full.costs.attention_s * 1e12 / 2 > 120
-    assert eight.restore_s("disk", 1e6) < 0.03 * eight.prefill_s(1e6)
-    assert eight.restore_s("host", 1e6) < 0.003 * eight.prefill_s(1e6)
+    assert in_full.prefill_s(1e6) + in_full.costs.attention_s * 1e12 / 2 > 110
+    assert eight.restore_s("disk", 1e6) < 0.04 * eight.prefill_s(1e6)
+    assert eight.restore_s("host", 1e6) < 0.004 * eight.prefill_s(1e6)
 
 
 def test_eight_h100_hold_ten_contexts_of_128k_of_a_70b() -> None:
@@ -69,7 +106,7 @@ def test_eight_h100_hold_ten_contexts_of_128k_of_a_70b() -> None:
 def test_a_tier_pays_from_its_break_even_on() -> None:
     planned = worker("llama-8b", "b200")
     point = planned.break_even("object")
-    assert point == 1 << 19
+    assert point == 1 << 20
     assert planned.restore_s("object", point) < planned.prefill_s(point)
     assert planned.restore_s("object", point / 2) >= planned.prefill_s(point / 2)
     assert planned.break_even("host") == 1
