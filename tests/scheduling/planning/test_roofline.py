@@ -39,8 +39,8 @@ def test_prefill_is_the_roofline_of_the_design() -> None:
     assert planned.prefill_s(n) == pytest.approx(planned.prefill_s(n // 2) + planned.prefill_s(n // 2, n // 2))
 
 
-# What kernels of vLLM 0.24 and SGLang were measured to take, as aiconfigurator 0.12 adds them up: ranks, GPU, tokens of a
-# prompt or before each sequence, sequences of a decode step (0 = the prompt), milliseconds. `benchmarks/silicon.py` has
+# What kernels of vLLM 0.24 and SGLang were measured to take, as aiconfigurator 0.12 adds them up: ranks, GPU, tokens of
+# a prompt or before each sequence, sequences of a decode step (0 = the prompt), ms. `benchmarks/silicon.py` has
 # all points. The efficiencies were fitted to other ones.
 MEASURED = [
     ("llama-8b", 1, "h200", 2048, 0, 43.4),
