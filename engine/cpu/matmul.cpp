@@ -11,8 +11,8 @@
 
 namespace {
 
-constexpr int PANELS = 2;                // panels of one micro-kernel; a panel is LANES columns
-constexpr int COLUMNS = PANELS * LANES;  // N is padded to a multiple of this with zeros
+constexpr int PANELS = LANES == 16 ? 2 : 4; // panels of one work item; a panel is LANES columns
+constexpr int COLUMNS = PANELS * LANES;     // N is padded to a multiple of this with zeros
 constexpr int PAIR_UNIT = 32;            // K is padded to a multiple of this with zeros: the depth of a tile
 constexpr int ITEM_ROWS = 128;           // rows of one work item
 constexpr int64_t BLOCK_BYTES = 1 << 20; // of rows that are prepared at once: half of a usual L2 cache
@@ -56,50 +56,59 @@ template <typename T> inline void store_row(const Product &p, int64_t row, int64
   }
 }
 
-// What an item multiplies: prepared rows [first, last), which count from row `base` of x, and one pair of panels.
+// What an item multiplies: prepared rows [first, last), which count from row `base` of x, and one group of panels.
 struct Block {
   int64_t base, first, last;
-  int64_t column, next_column; // first columns of this pair, and of the one that the thread probably multiplies next
+  int64_t column, next_column; // first columns of this group, and of the one that the thread probably multiplies next
 
   int64_t num_rows() const { return last - first; }
 };
 
-// Brings the pair of panels that a thread multiplies next towards its cache, some of it with each step of this pair. A core
-// has room for few requests: it goes on computing only as long as they are spread.
+// Brings the panels that a thread multiplies next towards its cache, some of each with each step of the same panel of now.
+// A core has room for few requests: it goes on computing only as long as they are spread.
 class Prefetcher {
 public:
-  Prefetcher(const void *panels, int64_t panel_bytes) : at_(static_cast<const char *>(panels)), panel_bytes_(panel_bytes) {}
+  Prefetcher(const void *panels, int64_t panel_bytes) : panels_(static_cast<const char *>(panels)), panel_bytes_(panel_bytes) {}
 
-  // From now on `num_steps` steps are for `num_rows` of all rows, and bring as large a share of the panels.
-  void begin_pass(int64_t num_steps, int64_t num_rows, int64_t num_all) {
+  // From now on a pass of `num_steps` steps is for `num_rows` of all rows, and brings as large a share of its panels.
+  void begin_passes(int64_t num_steps, int64_t num_rows, int64_t num_all) {
+    num_steps_ = num_steps;
     stride_ = panel_bytes_ * num_rows / std::max<int64_t>(num_steps * num_all, 1); // a depth of 0 has no steps
   }
 
-  void step() {
+  void begin_pass(int first_panel) { at_ = panels_ + brought_ + first_panel * panel_bytes_; }
+  void end_passes() { brought_ += stride_ * num_steps_; }
+
+  // A step of `WIDTH` panels.
+  template <int WIDTH> void step() {
     int64_t i = 0;
     do {
-      for (int v = 0; v < PANELS; ++v) __builtin_prefetch(at_ + v * panel_bytes_ + i, 0, 2);
+      for (int v = 0; v < WIDTH; ++v) __builtin_prefetch(at_ + v * panel_bytes_ + i, 0, 2);
     } while ((i += LINE_BYTES) < stride_);
     at_ += stride_;
   }
 
 private:
   static constexpr int64_t LINE_BYTES = 64;
-  const char *at_;
-  int64_t panel_bytes_, stride_ = 0;
+  const char *panels_, *at_ = nullptr;
+  int64_t panel_bytes_, brought_ = 0, num_steps_ = 0, stride_ = 0; // bytes of each panel
 };
 
 // ---- vectors: floats, or bfloat16 widened to floats ----
 
-// A pair along K of each lane, widened.
-inline void load_pair(const bfloat16 *panel, int64_t k, vfloat (&pair)[2]) {
-  const vword words = *reinterpret_cast<const vword *>(panel + k * LANES);
-  pair[0] = reinterpret_cast<vfloat>(words << 16);
-  pair[1] = reinterpret_cast<vfloat>(words & 0xffff0000);
-}
-template <typename W> inline void load_pair(const W *panel, int64_t k, vfloat (&pair)[2]) {
-  for (int i = 0; i < 2; ++i) pair[i] = load_lanes(panel + (k + i) * LANES);
-}
+// A pair along K of each lane. One of it is widened at a time: with most rows nearly all registers have sums.
+template <typename W> struct Pair {
+  const W *at;
+
+  Pair(const W *panel, int64_t k) : at(panel + k * LANES) {}
+  vfloat element(int i) const { return load_lanes(at + i * LANES); }
+};
+template <> struct Pair<bfloat16> {
+  vword words;
+
+  Pair(const bfloat16 *panel, int64_t k) : words(*reinterpret_cast<const vword *>(panel + k * LANES)) {}
+  vfloat element(int i) const { return reinterpret_cast<vfloat>(i == 0 ? words << 16 : words & 0xffff0000); }
+};
 
 template <typename T> struct Vectors {
   using Element = T;
@@ -108,16 +117,24 @@ template <typename T> struct Vectors {
     for (int64_t k = 0; k < depth; ++k) to[k] = to_float(row[k]);
     std::fill(to + depth, to + padded_depth(depth), 0.0f);
   }
-  template <int ROWS, typename W>
-  static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS],
+  template <int ROWS, int WIDTH, typename W>
+  static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][WIDTH],
                        Prefetcher &prefetcher) {
+    multiply(rows, panel, depth, sums, prefetcher, std::make_index_sequence<WIDTH>());
+  }
+
+private:
+  template <int ROWS, int WIDTH, typename W, size_t... V>
+  static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][WIDTH],
+                       Prefetcher &prefetcher, std::index_sequence<V...>) {
     for (int64_t k = 0; k < depth; k += 2) {
-      prefetcher.step();
-      vfloat w[PANELS][2];
-      for (int v = 0; v < PANELS; ++v) load_pair(panel + v * depth * LANES, k, w[v]);
+      prefetcher.step<WIDTH>();
+      const Pair<W> pairs[WIDTH] = {Pair<W>(panel + V * depth * LANES, k)...};
       for (int i = 0; i < 2; ++i)
-        for (int r = 0; r < ROWS; ++r)
-          for (int v = 0; v < PANELS; ++v) sums[r][v] += rows[r * depth + k + i] * w[v][i];
+        for (int r = 0; r < ROWS; ++r) {
+          const vfloat x = splat(rows[r * depth + k + i]);
+          for (int v = 0; v < WIDTH; ++v) sums[r][v] += x * pairs[v].element(i);
+        }
     }
   }
 };
@@ -178,11 +195,12 @@ struct Pairs {
     std::memcpy(to, row, static_cast<size_t>(depth) * sizeof(bfloat16));
     std::memset(to + depth, 0, static_cast<size_t>(padded_depth(depth) - depth) * sizeof(bfloat16));
   }
-  template <int ROWS, typename W>
-  static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS],
+  template <int ROWS, int WIDTH, typename W>
+  static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][WIDTH],
                        Prefetcher &prefetcher) {
+    static_assert(WIDTH == PANELS);
     for (int64_t k = 0; k < depth; k += 2) {
-      prefetcher.step();
+      prefetcher.step<WIDTH>();
       __m512bh w[PANELS];
       load_pairs(panel, panel + depth * LANES, k, w);
       for (int r = 0; r < ROWS; ++r) {
@@ -197,11 +215,14 @@ struct Pairs {
 };
 #endif
 
-// The rows [first, last) of prepared x times the columns of one pair of panels.
+// The rows [first, last) of prepared x times the columns of one group of panels.
+//
+// A core starts two sums a cycle, and each waits for the one before it in its accumulator: eight accumulators or more keep
+// it busy. One and two rows have them in four panels.
 template <typename Format> struct ByRows {
   using T = typename Format::Element;
   using Prepared = typename Format::Prepared;
-  static constexpr int MOST = REGISTERS == 32 ? 12 : 5; // rows at once, of two sums each
+  static constexpr int MOST = REGISTERS == 32 ? 12 : 6; // rows at once, of two sums each
 
   static int64_t prepared_elements(int64_t num_rows, int64_t depth) { return num_rows * padded_depth(depth); }
   static void prepare(const T *row, int64_t idx, Prepared *to, int64_t depth) {
@@ -219,14 +240,15 @@ private:
     Prefetcher prefetcher(weight + block.next_column * depth, depth * LANES * static_cast<int64_t>(sizeof(W)));
     int64_t r = block.first;
     const auto run = [&](auto rows) {
-      constexpr int ROWS = decltype(rows)::value;
+      constexpr int ROWS = decltype(rows)::value, WIDTH = ROWS <= 2 ? PANELS : 2;
       if (ROWS > MOST || r + ROWS > block.last) return;
-      prefetcher.begin_pass(depth / 2, ROWS, block.num_rows());
+      prefetcher.begin_passes(depth / 2, ROWS, block.num_rows());
       for (; r + ROWS <= block.last; r += ROWS)
-        some_rows<ROWS>(p, x + r * depth, panel, block.base + r, block.column, prefetcher);
+        some_rows<ROWS, WIDTH>(p, x + r * depth, panel, block.base + r, block.column, prefetcher);
     };
     run(std::integral_constant<int, 12>());
     run(std::integral_constant<int, 8>());
+    run(std::integral_constant<int, 6>());
     run(std::integral_constant<int, 5>());
     run(std::integral_constant<int, 4>());
     run(std::integral_constant<int, 3>());
@@ -234,16 +256,20 @@ private:
     run(std::integral_constant<int, 1>());
   }
 
-  template <int ROWS, typename W>
+  template <int ROWS, int WIDTH, typename W>
   static void some_rows(const Product &p, const Prepared *rows, const W *panel, int64_t row, int64_t column,
                         Prefetcher &prefetcher) {
-    vfloat sums[ROWS][PANELS] = {};
-    Format::template multiply<ROWS>(rows, panel, padded_depth(p.depth), sums, prefetcher);
-    for (int r = 0; r < ROWS; ++r) {
-      float line[COLUMNS];
-      for (int v = 0; v < PANELS; ++v) store(line + v * LANES, sums[r][v]);
-      store_row<T>(p, row + r, column, line);
+    const int64_t depth = padded_depth(p.depth);
+    float lines[ROWS][COLUMNS];
+    for (int first = 0; first < PANELS; first += WIDTH) {
+      vfloat sums[ROWS][WIDTH] = {};
+      prefetcher.begin_pass(first);
+      Format::multiply(rows, panel + first * depth * LANES, depth, sums, prefetcher);
+      for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < WIDTH; ++v) store(lines[r] + (first + v) * LANES, sums[r][v]);
     }
+    prefetcher.end_passes();
+    for (int r = 0; r < ROWS; ++r) store_row<T>(p, row + r, column, lines[r]);
   }
 };
 
@@ -304,7 +330,8 @@ private:
       int upper = std::min(num_rows, TILE), lower = num_rows - upper;
       if (num_rows != configured) configure_tiles(upper, lower);
       configured = num_rows;
-      prefetcher.begin_pass(num_steps, num_rows, block.num_rows());
+      prefetcher.begin_passes(num_steps, num_rows, block.num_rows());
+      prefetcher.begin_pass(0);
       const T *a = x + row * depth, *b = a + TILE * depth;
       _tile_zero(0);
       _tile_zero(1);
@@ -312,7 +339,7 @@ private:
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t k = 0; k < num_steps * TILE_ELEMENTS; k += TILE_ELEMENTS) {
-          prefetcher.step();
+          prefetcher.step<PANELS>();
           _tile_loadd(4, a + k, 64);
           load_tiles(left, right, k / TILE, room);
           _tile_loadd(5, b + k, 64);
@@ -325,13 +352,14 @@ private:
         _tile_stored(3, sums + TILE * COLUMNS + LANES, COLUMNS * sizeof(float));
       } else {
         for (int64_t k = 0; k < num_steps * TILE_ELEMENTS; k += TILE_ELEMENTS) {
-          prefetcher.step();
+          prefetcher.step<PANELS>();
           _tile_loadd(4, a + k, 64);
           load_tiles(left, right, k / TILE, room);
           _tile_dpbf16ps(0, 4, 6);
           _tile_dpbf16ps(1, 4, 7);
         }
       }
+      prefetcher.end_passes();
       _tile_stored(0, sums, COLUMNS * sizeof(float));
       _tile_stored(1, sums + LANES, COLUMNS * sizeof(float));
       for (int r = 0; r < num_rows; ++r) store_row<T>(p, block.base + row + r, block.column, sums + r * COLUMNS);
