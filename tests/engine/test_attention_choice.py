@@ -145,7 +145,9 @@ class Faulty:
             out[-1] *= 1.5
 
 
-def check(fault: str, layer: LayerAttention, dtype: torch.dtype = torch.bfloat16) -> Faulty:
+def check(
+    fault: str, layer: LayerAttention, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None
+) -> Faulty:
     """Run the check at start on a backend with this fault; returns the backend."""
     from tandem.engine.attention_check import check_attention
 
@@ -154,6 +156,7 @@ def check(fault: str, layer: LayerAttention, dtype: torch.dtype = torch.bfloat16
         num_kv_heads=2,
         head_dim=16,
         dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
         device=torch.device("cpu"),
         attentions=frozenset({PLAIN._replace(num_heads=4), layer}),
     )
@@ -167,9 +170,10 @@ FAULTS += ["long contexts", "raises"]
 FULL = LayerAttention(num_heads=4, scale=0.25, window=4096, softcap=30.0, has_sinks=True)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_right_backend_passes_the_check(dtype: torch.dtype) -> None:
-    assert check("none", FULL, dtype).num_calls == 6, "two layers, each in three steps"
+def test_a_right_backend_passes_the_check(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    assert check("none", FULL, dtype, kv_dtype).num_calls == 6, "two layers, each in three steps"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
