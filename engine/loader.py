@@ -120,6 +120,7 @@ def load_model(
     device = resolve_device(config.device, group)
     if config.weights == "fp8" and device.type == "cpu":
         raise ConfigError("weights=fp8 has kernels for GPUs only; use weights=int8 on a CPU")
+    # Triton's kernels, if they are asked for by name, may be interpreted on a CPU.
     if config.kv_cache_dtype == "fp8" and device.type == "cpu" and config.attention_backend != "triton":
         raise ConfigError("kv_cache_dtype=fp8 has kernels for GPUs only; leave it out on a CPU")
     if config.exact == "on" and device.type != "cpu" and group is not None:
