@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import platform
 import random
@@ -176,20 +177,26 @@ def _is_plain(plain: Any, prompt: list[int], answer: list[int]) -> bool:
 
 def check_tokens(settings: argparse.Namespace) -> Iterator[Row]:
     """Whether a token depends on what is computed beside it. In 16 bits it may, unless `--exact on` forbids it."""
-    for dtype, exact in (("float32", "off"), ("bfloat16", "off"), ("bfloat16", "on")):
+    kinds = [("float32", "off", "auto"), ("bfloat16", "off", "auto"), ("bfloat16", "on", "auto")]
+    if settings.device == "cuda":
+        kinds.append(("bfloat16", "on", "fp8"))
+    for dtype, exact, kv in kinds:
+        make = partial(_engine, settings=settings, dtype=dtype, exact=exact, kv_cache_dtype=kv)
         with tempfile.TemporaryDirectory() as folder:
             _save_llama(Path(folder), settings)
-            engine, prompts = _engine(folder, settings, dtype, exact=exact), _prompts(settings, 500)
+            engine, prompts = make(folder), _prompts(settings, 500)
             answers = _answers(engine, prompts, "first")
             found = {"the same again": _answers(engine, prompts, "second")}
             found["prompts cached"] = _answers(engine, prompts, "first")
             found["each alone"] = [_answers(engine, [one], f"alone {i}")[0] for i, one in enumerate(prompts)]
             with steps.without_graphs(engine):
                 found["without graphs"] = _answers(engine, prompts, "plain")
-            engine = _engine(folder, settings, dtype, exact=exact, max_num_batched_tokens=64)
+            engine = make(folder, max_num_batched_tokens=64)
             found["in chunks of 64"] = _answers(engine, prompts, "chunks")
         for what, others in found.items():
-            row = _equal(f"{dtype}, exact {exact}, {what}", sum(map(list.__eq__, answers, others)), len(prompts))
+            row = _equal(
+                f"{dtype}, exact {exact}, KV {kv}, {what}", sum(map(list.__eq__, answers, others)), len(prompts)
+            )
             must_be_equal = dtype == "float32" or exact == "on" or what == "the same again"
             yield row if must_be_equal else row._replace(aim="", is_right=True)
 
@@ -306,14 +313,20 @@ def check_attention(settings: argparse.Namespace) -> Iterator[Row]:
         "256 decode behind 1,024": ([1024] * 256, 1),
     }
     backend = TritonAttention(split_tokens(8448))
-    for what, (lengths, num_new) in shapes.items():
-        case = Case(lengths, num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=settings.device)
+    for (what, (lengths, num_new)), kv_dtype in itertools.product(
+        shapes.items(), (torch.bfloat16, torch.float8_e4m3fn)
+    ):
+        heads: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+        case = Case(lengths, **heads, kv_dtype=kv_dtype, device=settings.device)
         pool, chunks = case.new_pool(0.0), [(i, length - num_new, length) for i, length in enumerate(lengths)]
         context = case.context(pool, chunks)
         query, key, value = (torch.cat([one[-num_new:] for one in tensors]) for tensors in (case.q, case.k, case.v))
         out = torch.empty_like(query)
         options: dict[str, Any] = {"scale": 0.1, "window": 0, "softcap": 0.0, "sinks": None}
         took_us = 1e6 * _best_s(partial(backend, 1, query, key, value, out, context, **options), settings)
+        if kv_dtype is not torch.bfloat16:
+            yield Row(f"{what}, KV in fp8", took_us, "us")
+            continue
         is_whole = num_new == lengths[0]
         yield Row(what, took_us, "us", verdict("330 us", took_us <= 330) if is_whole else "")
         if is_whole:

@@ -1,6 +1,7 @@
 """What weights in 8 bits change: next-token probabilities, greedy answers and the memory of the weights.
 
     python -m benchmarks.weights
+    python -m benchmarks.weights --kv    # what KV in fp8 changes, with the weights as they are
 
 All forms of the model compute the same text, the documentation of this project in pieces of 256 tokens. Perplexity is
 that of the text; KL is the mean over its positions, in nats; agreement is the share of positions whose most likely
@@ -32,7 +33,7 @@ from tandem.engine.cpu.ops import make_kernels
 from tandem.engine.gpu.optimize import JoinedLinear, QuantizedLinear
 from tandem.engine.loader import LoadedModel, load_model
 from tandem.engine.products import replace_products
-from tandem.engine.quantization import QUANTIZED_DTYPES
+from tandem.engine.quantization import QUANTIZED_DTYPES, as_kv
 from tandem.engine.weights import load_weights
 from tandem.protocol.config import EngineConfig
 
@@ -43,20 +44,29 @@ _PIECE = 256  # tokens
 def main() -> None:
     parser = arguments(__doc__)
     parser.option("--pieces", 40, "pieces of text", quick=2)
+    parser.add_argument("--kv", action="store_true", help="compare KV in fp8, not weights")
     settings = parser.settings()
     folder = str(resolve_model(settings.model))
     text = "\n".join(path.read_text() for path in sorted(_DOCS.glob("*.md")))
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])[: settings.pieces * _PIECE]
     exact = load_model(EngineConfig(model=folder, device="cpu"))
+    if settings.kv:
+        models = {"as loaded": exact, "as loaded, KV in fp8": replace(exact, kv_dtype=torch.float8_e4m3fn)}
+    else:
+        models = in_8_bits(exact, folder)
+    rows = compare(models, [piece for piece in torch.split(ids, _PIECE) if len(piece) == _PIECE])
+    print_rows(f"{settings.pieces} pieces of {_PIECE} tokens, {exact.kernels}", rows)
+    write_result("weights", settings, {"compared": rows})
+
+
+def in_8_bits(exact: LoadedModel, folder: str) -> dict[str, LoadedModel]:
+    """The model as loaded, and all forms with weights in 8 bits; prints the memory of the first two."""
     exact_mib = packed_mib()
     rounded = load_model(EngineConfig(model=folder, device="cpu", weights="int8"))
     rounded_mib = packed_mib() - exact_mib
-    models = {"as loaded": exact, "int8": rounded}
-    models |= {f"{name} on a GPU": as_on_a_gpu(exact, folder, dtype) for name, dtype in QUANTIZED_DTYPES.items()}
-    rows = compare(models, [piece for piece in torch.split(ids, _PIECE) if len(piece) == _PIECE])
-    print_rows(f"{settings.pieces} pieces of {_PIECE} tokens, {exact.kernels}", rows)
     console.print(f"weights of products: {exact_mib:.0f} MiB as loaded, {rounded_mib:.0f} MiB with int8")
-    write_result("weights", settings, {"compared": rows})
+    on_gpus = {f"{name} on a GPU": as_on_a_gpu(exact, folder, dtype) for name, dtype in QUANTIZED_DTYPES.items()}
+    return {"as loaded": exact, "int8": rounded, **on_gpus}
 
 
 class _TorchLinear(QuantizedLinear):
@@ -94,6 +104,30 @@ def compare(models: dict[str, LoadedModel], pieces: list[Tensor]) -> list[dict[s
     ]
 
 
+class _RoundedKv:
+    """Attention over KV that was rounded to fp8 and widened again, as the GPU's kernels do."""
+
+    name = "rounded"
+    long_context = CpuAttention.long_context
+
+    def __init__(self, backend: CpuAttention) -> None:
+        self._backend = backend
+
+    def __call__(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        context: StepContext,
+        **options: Any,
+    ) -> None:
+        """As `AttentionBackend`."""
+        key, value = (as_kv(heads, torch.float8_e4m3fn).to(heads.dtype) for heads in (key, value))
+        self._backend(layer_idx, query, key, value, out, context, **options)
+
+
 @torch.inference_mode()
 def log_probabilities(model: LoadedModel, piece: Tensor) -> Tensor:
     """[T, vocab] in float32, by the engine's own attention over a pool of one block."""
@@ -105,7 +139,8 @@ def log_probabilities(model: LoadedModel, piece: Tensor) -> Tensor:
         dtype=model.dtype,
     )
     positions = torch.arange(len(piece))[None]
-    with PagedStep(CpuAttention(torch.get_num_threads()), context, lambda: None):
+    backend = CpuAttention(torch.get_num_threads())
+    with PagedStep(backend if model.kv_dtype is model.dtype else _RoundedKv(backend), context, lambda: None):
         logits: Tensor = model.module(input_ids=piece[None], position_ids=positions, use_cache=False).logits[0]
     return logits.float().log_softmax(1)
 

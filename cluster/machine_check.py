@@ -33,6 +33,8 @@ def check_machine(config: ClusterConfig) -> None:
     engine = config.engine
     if engine.device == "cuda":
         raise ConfigError("device='cuda', but this machine has no GPU that its processes can see; leave it out")
+    if engine.kv_cache_dtype == "fp8" and engine.attention_backend != "triton":
+        raise ConfigError("kv_cache_dtype='fp8' needs a GPU, and this machine has none; leave it out on a CPU")
     if engine.attention_backend in ("fa3", "triton") and not os.environ.get("TRITON_INTERPRET"):
         raise ConfigError(
             f"attention_backend={engine.attention_backend!r} needs a GPU, and this machine has none that its processes "

@@ -20,6 +20,7 @@ from tandem.engine.attention.reference import ReferenceAttention
 from tandem.engine.kv_geometry import FORWARD_ERRORS
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel
+from tandem.engine.quantization import as_kv
 from tandem.protocol.errors import ConfigError
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # relative, for each row
@@ -34,7 +35,8 @@ class Pages(NamedTuple):
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries, keys and values
+    kv_dtype: torch.dtype  # of the pool
     device: torch.device
 
 
@@ -49,7 +51,7 @@ class AttentionCall(NamedTuple):
 
 def check_attention(model: LoadedModel, backend: AttentionBackend, block_size: int) -> None:
     """Raise ConfigError if the backend differs from plain attention for any layer of the model."""
-    pages = Pages(model.num_kv_heads, model.head_dim, block_size, model.dtype, model.device)
+    pages = Pages(model.num_kv_heads, model.head_dim, block_size, model.dtype, model.kv_dtype, model.device)
     for layer in model.attentions:
         try:
             error = largest_error(backend, pages, layer)
@@ -98,7 +100,7 @@ def _step_error(
     written = step.context.pool.clone()
     step.context.pool.copy_(pool)
     ReferenceAttention()(LAYER_IDX, step.query, step.key, step.value, expected, step.context, **options)
-    if not torch.equal(written.nan_to_num(7.0), step.context.pool.nan_to_num(7.0)):
+    if not torch.equal(written.view(torch.uint8), step.context.pool.view(torch.uint8)):  # NaN equals NaN
         return math.nan
     out, expected = out.float(), expected.float()
     return float(((out - expected).norm(dim=2) / expected.norm(dim=2).clamp_min(1e-20)).max())
@@ -112,7 +114,7 @@ def make_step(
     num_blocks = [-(-end // block_size) for _, end in spans]
     free = torch.randperm(sum(num_blocks), generator=generator).tolist()
     shard = (len(free), pages.num_kv_heads, _NUM_LAYERS, 2, block_size, pages.head_dim)
-    pool = paged_view(torch.full(shard, float("nan"), dtype=pages.dtype))
+    pool = paged_view(torch.full(shard, float("nan"), dtype=pages.kv_dtype))
     tables = torch.zeros(len(spans), max(num_blocks), dtype=torch.int32)
     slots = []
     for row, ((start, end), count) in enumerate(zip(spans, num_blocks, strict=True)):
@@ -122,7 +124,7 @@ def make_step(
         block, offset = blocks[positions // block_size], positions % block_size
         for side in (0, 1):
             content = torch.randn(start, *kv_shape, generator=generator)
-            pool[block[:start], LAYER_IDX, side, offset[:start]] = content.to(pages.dtype)
+            pool[block[:start], LAYER_IDX, side, offset[:start]] = as_kv(content, pages.kv_dtype)
         slots.append((block * block_size + offset)[start:])
     counts = [end - start for start, end in spans]
 

@@ -137,7 +137,7 @@ class Engine:
         self.sequences: dict[str, Sequence] = {}
         self.namespace = namespace_digest(
             model_revision=model.revision,
-            kv_dtype=str(model.dtype),
+            kv_dtype=model.kv_type,
             codec=kv_codec,
             block_size=config.block_size,
             attention=model.attention,

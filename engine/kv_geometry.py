@@ -28,7 +28,7 @@ class KvGeometry(NamedTuple):
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which the model computes it
     attentions: frozenset[LayerAttention]
 
 

@@ -49,7 +49,8 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations
+    kv_dtype: torch.dtype  # of KV in the pool
     device: torch.device
     revision: str
     attentions: frozenset[LayerAttention]  # the kinds of its layers
@@ -57,6 +58,11 @@ class LoadedModel:
     kernels: str  # what computes it; between two kinds the last bits differ
     is_exact: bool  # whether no row of a step depends on how many rows there are, bit for bit
     attention: str  # other settings that change the KV's content, rope and window, as canonical JSON
+
+    @property
+    def kv_type(self) -> str:
+        """Names the type of KV in the pool, and the one that it was computed in if that is another."""
+        return str(self.dtype) if self.kv_dtype is self.dtype else f"{self.kv_dtype} of {self.dtype}"
 
 
 def resolve_device(name: str, group: RankGroup | None = None) -> torch.device:
@@ -114,6 +120,9 @@ def load_model(
     device = resolve_device(config.device, group)
     if config.weights == "fp8" and device.type == "cpu":
         raise ConfigError("weights=fp8 has kernels for GPUs only; use weights=int8 on a CPU")
+    # Triton's kernels, if they are asked for by name, may be interpreted on a CPU.
+    if config.kv_cache_dtype == "fp8" and device.type == "cpu" and config.attention_backend != "triton":
+        raise ConfigError("kv_cache_dtype=fp8 has kernels for GPUs only; leave it out on a CPU")
     if config.exact == "on" and device.type != "cpu" and group is not None:
         raise ConfigError("exact=on is for one GPU a worker: sums between GPUs are in NCCL's order; leave it off")
     disable_progress_bar()  # a worker has no terminal
@@ -149,6 +158,7 @@ def load_model(
         max_model_len=_max_model_len(text),
         eos_token_ids=_eos_token_ids(folder, model_config, text.vocab_size),
         dtype=kv.dtype,
+        kv_dtype=kv.dtype if config.kv_cache_dtype == "auto" else QUANTIZED_DTYPES[config.kv_cache_dtype],
         device=device,
         revision=model_revision(folder),
         attentions=kv.attentions,

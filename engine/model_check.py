@@ -54,10 +54,10 @@ def make_checked_backend(model: LoadedModel, config: EngineConfig) -> tuple[Load
     is_exact = config.exact == "on"
     # No row of ours depends on the batch.
     wanted = "triton" if is_exact and device.kind != "cpu" else config.attention_backend
-    name = choose_backend(wanted, device, model.head_dim, model.dtype, model.attentions)
+    name = choose_backend(wanted, device, model.head_dim, model.dtype, model.attentions, model.kv_dtype)
     backend = make_backend(name, torch.get_num_threads(), model.max_model_len)
     check_attention(model, backend, config.block_size)
-    check_model(model, backend, config.block_size)
+    check_model(replace(model, kv_dtype=model.dtype), backend, config.block_size)  # the model itself rounds no KV
     if model.is_exact and not has_independent_rows(model, backend, config.block_size):
         words = f"logits of {_name(model)} in {model.dtype} depend on the other rows of a step"
         if is_exact:
@@ -128,7 +128,7 @@ def _paged_logits(
     """Logits after each prompt, [n, vocab]: all prompts packed, in two steps, over a pool of their own."""
     num_blocks = [-(-len(prompt) // block_size) for prompt in prompts]
     shape = (sum(num_blocks), model.num_kv_heads, model.num_layers, 2, block_size, model.head_dim)
-    runner = ModelRunner(model, backend, paged_view(torch.zeros(shape, dtype=model.dtype, device=model.device)))
+    runner = ModelRunner(model, backend, paged_view(torch.zeros(shape, dtype=model.kv_dtype, device=model.device)))
     free = list(range(shape[0]))
     first, second = [], []
     for prompt, cut, count in zip(prompts, cuts, num_blocks, strict=True):

@@ -51,7 +51,7 @@ def num_blocks(config: EngineConfig, model: LoadedModel, reserved_bytes: int = 0
 
     `reserved_bytes` of a GPU stay free for what is allocated after the pool.
     """
-    block_bytes = model.num_ranks * math.prod(shard_block_shape(config, model)) * model.dtype.itemsize
+    block_bytes = model.num_ranks * math.prod(shard_block_shape(config, model)) * model.kv_dtype.itemsize
     if model.device.type == "cuda":
         free_bytes, total_bytes = min(map(torch.cuda.mem_get_info, range(model.num_ranks)))
         free_bytes -= reserved_bytes
@@ -85,9 +85,9 @@ def allocate_pool(config: EngineConfig, model: LoadedModel, count: int) -> KvPoo
     """
     shape = (count, *shard_block_shape(config, model))
     if model.device.type != "cpu":
-        return KvPool([torch.zeros(shape, dtype=model.dtype, device=model.device)])
-    memory = large_pages.allocate(math.prod(shape) * model.dtype.itemsize)
-    shard = torch.frombuffer(memory, dtype=model.dtype).view(shape)
+        return KvPool([torch.zeros(shape, dtype=model.kv_dtype, device=model.device)])
+    memory = large_pages.allocate(math.prod(shape) * model.kv_dtype.itemsize)
+    shard = torch.frombuffer(memory, dtype=model.kv_dtype).view(shape)
     return KvPool([shard.zero_() if config.pool_bytes else shard])
 
 

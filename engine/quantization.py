@@ -1,4 +1,4 @@
-"""Weights in 8 bits with a scale in float32 for each output channel, made as a model is loaded."""
+"""Weights in 8 bits with a scale in float32 for each output channel, made as a model is loaded; and KV in 8 bits."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = weight.abs().amax(1).float() / _LARGEST[dtype]
     steps = weight / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
     return (steps if dtype.is_floating_point else steps.round_()).to(dtype), scales
+
+
+def as_kv(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values in the type of a pool. In fp8, which has no scale, larger ones become 448; NaN stays NaN."""
+    if dtype is torch.float8_e4m3fn:
+        x = x.clamp(-_LARGEST[dtype], _LARGEST[dtype])  # not all versions of torch do it
+    return x.to(dtype)

@@ -120,6 +120,7 @@ class _RawCodec(Codec):
 
     @override
     def gather(self, shards: Sequence[Tensor], block_ids: Tensor, out: Tensor) -> None:
+        shards = _movable(shards)
         if len(shards) > 1:
             super().gather(shards, block_ids, out)
             return
@@ -128,6 +129,7 @@ class _RawCodec(Codec):
 
     @override
     def scatter(self, data: Tensor, shards: Sequence[Tensor], block_ids: Tensor) -> None:
+        shards = _movable(shards)
         if len(shards) > 1:
             super().scatter(data, shards, block_ids)
             return
@@ -240,6 +242,12 @@ class _LossyCodec(Codec):
     Otherwise each slab's temporaries may be fresh pages from the system, and int8 took four times as long.
     """
 
+    def encoded_bytes(self, block_shape: Sequence[int], dtype: torch.dtype) -> int:
+        """As `Codec.encoded_bytes`. Raises ConfigError for KV in 8 bits."""
+        if dtype.itemsize == 1:
+            raise ConfigError(f"codec {self.name!r} is for KV in bfloat16 or float32, and this is {dtype}; use raw")
+        return sum(self._layout(block_shape))
+
     def encode(self, blocks: Tensor, out: Tensor) -> None:
         self._check(blocks, out)
         for slab, work in _slabs(blocks):
@@ -259,14 +267,16 @@ class _LossyCodec(Codec):
     def _decode(self, data: Tensor, work: Tensor) -> None:
         """Decode to `work`, float32."""
 
+    @staticmethod
+    @abstractmethod
+    def _layout(block_shape: Sequence[int]) -> list[int]:
+        """Bytes of each part of an encoded block."""
+
 
 class _ByteCodec(_LossyCodec):
     """One byte per element, with a symmetric scale for each head's vector of each token."""
 
     largest: float
-
-    def encoded_bytes(self, block_shape: Sequence[int], dtype: torch.dtype) -> int:
-        return sum(self._layout(block_shape))
 
     def _encode(self, work: Tensor, out: Tensor) -> None:
         elements, scale_bytes = out.split_with_sizes(self._layout(work.shape[1:]), dim=1)
@@ -335,9 +345,6 @@ class _Int4Codec(_LossyCodec):
     """
 
     name = "int4"
-
-    def encoded_bytes(self, block_shape: Sequence[int], dtype: torch.dtype) -> int:
-        return sum(self._layout(block_shape))
 
     def _encode(self, work: Tensor, out: Tensor) -> None:
         regions = out.split_with_sizes(self._layout(work.shape[1:]), dim=1)
@@ -419,6 +426,11 @@ def _order_behind(other: torch.device, device: torch.device) -> None:
     """Make later work on `device` wait for the work launched so far on `other`."""
     if other != device and other.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(torch.cuda.current_stream(other))
+
+
+def _movable(shards: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The shards as bytes if their type has 8 bits: torch does not copy rows of float8 everywhere."""
+    return [shard.view(torch.uint8) for shard in shards] if shards[0].itemsize == 1 else shards
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ def _compatibility(config: WorkerConfig, engine: Engine) -> dict[str, str]:
     return compatibility_fields(
         model_revision=engine.model.revision,
         namespace=engine.namespace,
-        kv_dtype=str(engine.model.dtype),
+        kv_dtype=engine.model.kv_type,
         block_size=config.engine.block_size,
         block_shape=engine.kv.block_shape,
         transport=config.transfer.transport,

@@ -42,12 +42,21 @@ def read_device(device: torch.device) -> Device:
 
 
 def choose_backend(
-    wanted: str, device: Device, head_dim: int, dtype: torch.dtype, attentions: Collection[LayerAttention]
+    wanted: str,
+    device: Device,
+    head_dim: int,
+    dtype: torch.dtype,
+    attentions: Collection[LayerAttention],
+    kv_dtype: torch.dtype | None = None,
 ) -> str:
-    """The name of the backend; `auto` is the fastest that runs. Raises ConfigError if `wanted`, or none, runs."""
+    """The name of the backend; `auto` is the fastest that runs. Raises ConfigError if `wanted`, or none, runs.
+
+    `kv_dtype` is the pool's type; None: that of the queries, `dtype`.
+    """
+    other_kv = "" if kv_dtype in (None, dtype) else f"it reads no KV in {kv_dtype}"
     obstacles = {
-        "cpu": "" if device.kind == "cpu" else "it runs on CPUs only",
-        "fa3": _fa3_obstacle(device, head_dim, dtype, attentions),
+        "cpu": other_kv if device.kind == "cpu" else "it runs on CPUs only",
+        "fa3": _fa3_obstacle(device, head_dim, dtype, attentions) or other_kv,
         "triton": _triton_obstacle(device),
     }
     if wanted == "auto":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.attention.context import StepContext
+from tandem.engine.quantization import as_kv
 
 
 class ReferenceAttention:
@@ -35,8 +36,8 @@ class ReferenceAttention:
         """Write this layer's KV and attend into `out`; see `AttentionBackend`. lse: [T, H], float32."""
         block_size = context.pool.shape[3]
         blocks, offsets = context.slot_mapping // block_size, context.slot_mapping % block_size
-        context.pool[blocks, layer_idx, 0, offsets] = key
-        context.pool[blocks, layer_idx, 1, offsets] = value
+        context.pool[blocks, layer_idx, 0, offsets] = as_kv(key, context.pool.dtype)
+        context.pool[blocks, layer_idx, 1, offsets] = as_kv(value, context.pool.dtype)
         group = query.shape[1] // key.shape[1]
         starts, kv_lens = context.query_starts.tolist(), context.kv_lens.tolist()
         for i, kv_len in enumerate(kv_lens):

@@ -110,9 +110,11 @@ class TritonAttention:
         head_dim = query.shape[2]
         if head_dim > MAX_HEAD_DIM:
             raise NotImplementedError(f"head_dim={head_dim} is over {MAX_HEAD_DIM}, the most the Triton kernel holds")
-        assert query.dtype == context.pool.dtype, f"query is {query.dtype}, the pool {context.pool.dtype}"
+        pool, is_fp8 = context.pool, context.pool.dtype is torch.float8_e4m3fn
+        assert is_fp8 or query.dtype == pool.dtype, f"query is {query.dtype}, the pool {pool.dtype}"
+        pool = pool.view(torch.int8) if is_fp8 else pool  # on Ampere Triton has no such numbers
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
-        keys, values = context.pool[:, layer_idx, 0], context.pool[:, layer_idx, 1]
+        keys, values = pool[:, layer_idx, 0], pool[:, layer_idx, 1]
         self._write(keys, values, key, value, context.slot_mapping)
         num_heads, num_kv_heads = query.shape[1], keys.shape[2]
         cast = self._is_interpreted and query.dtype is torch.bfloat16  # its products of bfloat16 are wrong

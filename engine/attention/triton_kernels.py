@@ -8,10 +8,15 @@ starts from nothing, and splits are merged in order by `merge`. So it makes no d
 through all splits of a row, as for long chunks of prompts, or many programs compute some each, as for decoding.
 Keys that a row does not see add exact zeros. There is one tile shape for all rows, because tensor cores may sum in
 another order for another shape.
+
+A pool of int8 holds the bytes of float8_e4m3fn. KV is rounded where it is written. Where it is read it becomes the type
+of the query, divided by 256 and exact; the scores and the sums of a split are multiplied by 256.
 """
 
 import triton
 import triton.language as tl
+
+from tandem.engine.e4m3 import e4m3_or_nan_over_256, to_e4m3
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -45,6 +50,8 @@ def write_kv(
     to = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + heads * kv_head_stride + dims
     keys = tl.load(key + token * key_token_stride + heads * key_head_stride + dims, mask=mask)
     values = tl.load(value + token * value_token_stride + heads * value_head_stride + dims, mask=mask)
+    if layer_keys.dtype.element_ty == tl.int8:
+        keys, values = to_e4m3(keys), to_e4m3(values)
     tl.store(layer_keys + to, keys, mask=mask)
     tl.store(layer_values + to, values, mask=mask)
 
@@ -123,7 +130,10 @@ def attend_split(
     total = tl.zeros([query.shape[0]], tl.float32)
     dims = tl.arange(0, query.shape[1])
     has_dim = dims < HEAD_DIM
+    IS_FP8: tl.constexpr = layer_keys.dtype.element_ty == tl.int8
     scale = scale * LOG2_E
+    if IS_FP8:
+        scale *= 256.0
     first_key = tl.maximum(split * SPLIT, oldest_key // KEYS * KEYS)
     end_key = tl.minimum((split + 1) * SPLIT, newest_key + 1)
     for start in range(first_key, end_key, KEYS):
@@ -133,6 +143,8 @@ def attend_split(
         offset = block * block_stride + (keys % BLOCK_SIZE) * slot_stride + kv_head * kv_head_stride
         k = tl.load(layer_keys + offset[None, :] + dims[:, None], mask=is_key[None, :] & has_dim[:, None], other=0.0)
         v = tl.load(layer_values + offset[:, None] + dims[None, :], mask=is_key[:, None] & has_dim[None, :], other=0.0)
+        if IS_FP8:
+            k, v = e4m3_or_nan_over_256(k).to(query.dtype), e4m3_or_nan_over_256(v).to(query.dtype)
         if CAST:
             scores = tl.dot(query.to(tl.float32), k.to(tl.float32), input_precision="ieee")
         else:
@@ -158,6 +170,8 @@ def attend_split(
         else:
             acc = tl.dot(weights, v, acc, input_precision="ieee")
         top = new_top
+    if IS_FP8:
+        acc *= 256.0
     return acc, top, total
 
 

@@ -8,20 +8,13 @@ program has a row, or a part of one, to itself: no result depends on other rows.
 import triton
 import triton.language as tl
 
+from tandem.engine.e4m3 import e4m3_over_256
+
 
 @triton.jit
 def product(a, b):
     """a * b, rounded to their type; in float32."""
     return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype).to(tl.float32)
-
-
-@triton.jit
-def e4m3_over_256(bits):
-    """Numbers of e4m3 from their bytes, as int8, divided by 256: exact. Ampere has no instruction that converts them.
-
-    float16 has the same fields with one more bit of exponent, at the top, whose bias is 8 more.
-    """
-    return ((bits.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True)  # without the second copy of the sign
 
 
 @triton.jit(do_not_specialize=["num_rows"])

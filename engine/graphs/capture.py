@@ -118,7 +118,7 @@ class _Planner(NamedTuple):
 
     def _record_largest(self, kind: Kind, sizes: list[int], recorder: GraphRecorder) -> int:
         config, model = self.config, self.model
-        pool = torch.zeros(2, *shard_block_shape(config, model), dtype=model.dtype, device=model.device)
+        pool = torch.zeros(2, *shard_block_shape(config, model), dtype=model.kv_dtype, device=model.device)
         before = recorder.trim()
         runner = ModelRunner(model, self.backend, paged_view(pool))
         graphs = kind(runner, sizes[-1:], config.max_model_len or model.max_model_len)

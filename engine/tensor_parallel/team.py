@@ -143,7 +143,7 @@ class Team:
         shape = (num_blocks, *shard_block_shape(config, model))
         try:
             pool, handles, file = allocate_shared(
-                shape, model.dtype, model.device, self.group.size, takes_memory=bool(config.pool_bytes)
+                shape, model.kv_dtype, model.device, self.group.size, takes_memory=bool(config.pool_bytes)
             )
         except OSError as exc:
             raise ConfigError(f"the KV pool could not be allocated: {exc.strerror}; lower pool_bytes") from exc

@@ -129,6 +129,16 @@ class ClusterConfig:
             f"worker_timeout_s={timeout_s} must be at least two heartbeats, which come every {heartbeat_s:g} s, "
             "or healthy workers would count as dead; raise it",
         )
+        self._check_codecs()
+
+    def _check_codecs(self) -> None:
+        """Raise `ConfigError` if a codec could not pack the pool's KV: it has 8 bits already."""
+        codecs = {"wire_codec": self.transfer.wire_codec} | {spec.setting: spec.codec for spec in self.tiers.specs}
+        for setting, codec in codecs.items():
+            require(
+                self.engine.kv_cache_dtype == "auto" or codec in ("auto", "raw"),
+                f"{setting}: codec {codec!r} does not pack KV of kv_cache_dtype='fp8'; use raw",
+            )
 
     def _check_bounds(self) -> None:
         """Raise `ConfigError` if the autoscaler could not keep to its bounds."""

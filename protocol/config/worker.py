@@ -99,6 +99,14 @@ class EngineConfig:
             MODEL,
         ),
     ] = "as-loaded"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Setting(
+            "Type of KV in the pool; auto = the model's, fp8 (e4m3, without scales) on GPUs takes half the memory of "
+            "bfloat16 and changes answers.",
+            MODEL,
+        ),
+    ] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], Setting("auto = a GPU where there is one.", MODEL)] = "auto"
     tensor_parallel_size: Annotated[
         int,
@@ -193,6 +201,14 @@ class EngineConfig:
         require(
             self.exact == "off" or self.attention_backend != "fa3",
             "exact='on' cannot be kept by attention_backend='fa3', whose sums depend on the batch; leave one out",
+        )
+        require(
+            self.kv_cache_dtype == "auto" or self.attention_backend in ("auto", "triton"),
+            f"kv_cache_dtype='fp8' is not read by attention_backend={self.attention_backend!r}; leave one out",
+        )
+        require(
+            self.kv_cache_dtype == "auto" or self.device != "cpu" or self.attention_backend == "triton",
+            "kv_cache_dtype='fp8' has kernels for GPUs only; leave it out on a CPU",
         )
 
 

@@ -44,6 +44,7 @@ def config_of(**fields: Any) -> ClusterConfig:
         ({"device": "cuda"}, r"device='cuda', but this machine has no GPU"),
         ({"attention_backend": "fa3"}, r"attention_backend='fa3' needs a GPU"),
         ({"attention_backend": "triton"}, r"attention_backend='triton' needs a GPU"),
+        ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype='fp8' needs a GPU, and this machine has none; leave it out"),
     ],
 )
 def test_what_exceeds_the_machine_is_refused(fields: dict[str, Any], message: str, machine: SimpleNamespace) -> None:

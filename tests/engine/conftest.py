@@ -80,7 +80,7 @@ def build_engine(model_folder: Callable[[str], Path]) -> BuildEngine:
         large = EngineConfig(dtype=dtype, device=device, pool_bytes=64 << 20, **options)
         if num_blocks is None:
             return check_packing(Engine(large, make_recorder=make_recorder))
-        kind = (name, dtype, settings.get("block_size"))
+        kind = (name, dtype, settings.get("block_size"), settings.get("kv_cache_dtype"))
         if kind not in block_bytes:  # a model tells its geometry once it is loaded
             block_bytes[kind] = Engine(replace(large, tensor_parallel_size=1)).block_bytes
         config = replace(large, pool_bytes=block_bytes[kind] * num_blocks)

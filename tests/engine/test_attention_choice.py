@@ -17,6 +17,7 @@ from tandem.engine.attention.reference import ReferenceAttention
 from tandem.protocol.errors import ConfigError
 from tests.support.attention_case import Case
 
+FP8 = torch.float8_e4m3fn
 PLAIN = LayerAttention(num_heads=8, scale=0.1, window=0, softcap=0.0, has_sinks=False)
 CPU = Device(kind="cpu", has_triton=True)
 AMPERE = Device(kind="cuda", capability=(8, 0), has_triton=True, has_fa3=True)
@@ -26,9 +27,14 @@ HOPPER_WITHOUT_FA3 = Device(kind="cuda", capability=(9, 0), has_triton=True)
 
 
 def choose(
-    wanted: str, device: Device, *layers: LayerAttention, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
+    wanted: str,
+    device: Device,
+    *layers: LayerAttention,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
 ) -> str:
-    return choose_backend(wanted, device, head_dim, dtype, layers or (PLAIN,))
+    return choose_backend(wanted, device, head_dim, dtype, layers or (PLAIN,), kv_dtype)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +48,8 @@ def choose(
         ("auto", HOPPER, PLAIN._replace(has_sinks=True), {}, "triton"),
         *(("auto", HOPPER, PLAIN, one, "triton") for one in ({"head_dim": 288}, {"dtype": torch.float32})),
         *((forced, HOPPER, PLAIN, {}, forced) for forced in ("triton", "fa3")),
+        *(("auto", device, PLAIN, {"kv_dtype": FP8}, "triton") for device in (AMPERE, HOPPER)),
+        ("auto", HOPPER, PLAIN, {"kv_dtype": torch.bfloat16}, "fa3"),
         ("triton", Device(kind="cpu", has_triton=True, is_interpreting=True), PLAIN, {}, "triton"),
     ],
 )
@@ -69,6 +77,14 @@ def test_each_device_and_model_has_its_backend(
 def test_what_cannot_run_is_refused(wanted: str, device: Device, layer: LayerAttention, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose(wanted, device, layer)
+
+
+@pytest.mark.parametrize(("wanted", "device"), [("fa3", HOPPER), ("cpu", CPU)])
+def test_kv_in_fp8_is_for_triton(wanted: str, device: Device) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{wanted} cannot be used: it reads no KV in torch.float8_e4m3fn; choose auto"
+    ):
+        choose(wanted, device, kv_dtype=FP8)
 
 
 @pytest.fixture
@@ -145,7 +161,9 @@ class Faulty:
             out[-1] *= 1.5
 
 
-def check(fault: str, layer: LayerAttention, dtype: torch.dtype = torch.bfloat16) -> Faulty:
+def check(
+    fault: str, layer: LayerAttention, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None
+) -> Faulty:
     """Run the check at start on a backend with this fault; returns the backend."""
     from tandem.engine.attention_check import check_attention
 
@@ -154,6 +172,7 @@ def check(fault: str, layer: LayerAttention, dtype: torch.dtype = torch.bfloat16
         num_kv_heads=2,
         head_dim=16,
         dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
         device=torch.device("cpu"),
         attentions=frozenset({PLAIN._replace(num_heads=4), layer}),
     )
@@ -167,9 +186,10 @@ FAULTS += ["long contexts", "raises"]
 FULL = LayerAttention(num_heads=4, scale=0.25, window=4096, softcap=30.0, has_sinks=True)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_right_backend_passes_the_check(dtype: torch.dtype) -> None:
-    assert check("none", FULL, dtype).num_calls == 6, "two layers, each in three steps"
+def test_a_right_backend_passes_the_check(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    assert check("none", FULL, dtype, kv_dtype).num_calls == 6, "two layers, each in three steps"
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -277,3 +277,21 @@ def test_gather_and_scatter_are_encode_and_decode_of_a_pool(codec: Codec, dtype:
     target = torch.cat(targets, dim=1)
     assert torch.equal(target[[1, 8, 3]], decoded)
     assert not target[[0, 2, 4, 5, 6, 7]].any()
+
+
+def test_blocks_in_fp8_stay_as_they_are() -> None:
+    shards = [make_blocks(6, (2, 2, 2, 4, 8), seed=seed).to(torch.float8_e4m3fn) for seed in (0, 1)]
+    codec = create_codec("raw")
+    for pool in ([shards[0]], shards):
+        targets = [torch.zeros_like(shard) for shard in pool]
+        data = torch.empty(3, sum(shard[0].nbytes for shard in pool), dtype=torch.uint8)
+        codec.gather(pool, torch.tensor([4, 0, 5]), data)
+        codec.scatter(data, targets, torch.tensor([1, 2, 3]))
+        for shard, target in zip(pool, targets, strict=True):
+            assert torch.equal(target[1:4].view(torch.uint8), shard[[4, 0, 5]].view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["exact", "fp8", "int8", "int4"])
+def test_other_codecs_refuse_blocks_in_fp8(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"codec '{name}' is for KV in bfloat16.* torch.float8_e4m3fn; use raw"):
+        create_codec(name).encoded_bytes((2, 2, 2, 4, 8), torch.float8_e4m3fn)

@@ -24,6 +24,10 @@ def make_fields(**changes: Any) -> dict[str, str]:
     ("change", "expected"),
     [
         ({"kv_dtype": "float32"}, "kv_dtype: 'bfloat16' here, 'float32' there"),
+        (
+            {"kv_dtype": "torch.float8_e4m3fn of torch.bfloat16"},
+            "kv_dtype: 'bfloat16' here, 'torch.float8_e4m3fn of torch.bfloat16' there",
+        ),
         ({"block_size": 32}, "block_size: '16' here, '32' there"),
         ({"block_shape": (3, 30, 2, 16, 32)}, "block_shape: '3x30x2x16x64' here, '3x30x2x16x32' there"),
         ({"namespace": b"\x03"}, "namespace: '0102' here, '03' there"),

@@ -91,7 +91,12 @@ def receive(count: int, receiver: Transport, *others: Transport) -> list[Notific
     return arrived
 
 
-SHAPES = [(torch.int8, (1,)), (torch.float32, (3, 2, 16, 1, 5)), (torch.bfloat16, (30, 2, 16, 3, 64))]
+SHAPES = [
+    (torch.int8, (1,)),
+    (torch.float8_e4m3fn, (3, 2, 2, 4, 8)),
+    (torch.float32, (3, 2, 16, 1, 5)),
+    (torch.bfloat16, (30, 2, 16, 3, 64)),
+]
 OTHER_SHAPES = itertools.product([torch.bfloat16, torch.float32, torch.int8], [shape for _, shape in SHAPES])
 every_shape = pytest.mark.parametrize(
     ("dtype", "block_shape"),

@@ -104,3 +104,27 @@ def test_encryption_of_kv_that_nothing_stores_is_refused(tiers: dict[str, str]) 
     assert TierConfig(kv_encryption="on", **tiers).kv_encryption == "on"  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"kv_encryption='on' would encrypt nothing.*give disk_cache_path"):
         TierConfig(kv_encryption="on", host_cache_gb=1.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"transfer": TransferConfig(wire_codec="exact")},
+            "wire_codec: codec 'exact' does not pack KV of kv_cache_dtype",
+        ),
+        (
+            {"tiers": TierConfig(host_cache_gb=1.0, host_cache_codec="int8")},
+            "host_cache_gb=1: codec 'int8' does not pack",
+        ),
+        (
+            {"tiers": TierConfig(tier=("host:1GB?codec=int4",))},
+            "codec 'int4' does not pack KV of kv_cache_dtype='fp8'; use raw",
+        ),
+    ],
+)
+def test_codecs_that_do_not_pack_kv_in_8_bits_are_refused(parts: dict[str, Any], message: str) -> None:
+    ClusterConfig(engine=EngineConfig(model="m"), **parts)
+    ClusterConfig(engine=EngineConfig(model="m", kv_cache_dtype="fp8"), tiers=TierConfig(host_cache_gb=1.0))
+    with pytest.raises(ConfigError, match=message):
+        ClusterConfig(engine=EngineConfig(model="m", kv_cache_dtype="fp8"), **parts)

@@ -304,9 +304,9 @@ class Client:
 class Oracle:
     """One engine alone: what every way of serving must give, token for token."""
 
-    def __init__(self, model: Path, max_run: int | None = None, dtype: str = "float32") -> None:
+    def __init__(self, model: Path, max_run: int | None = None, dtype: str = "float32", **fields: Any) -> None:
         """`max_run` is the engine's, unless it is None."""
-        self._engine = Engine(engine_config(model, speculate="off", dtype=dtype))
+        self._engine = Engine(engine_config(model, **{"speculate": "off", "dtype": dtype, **fields}))
         if max_run is not None:
             self._engine.max_run = max_run
         self._num_requests = 0

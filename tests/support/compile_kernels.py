@@ -48,11 +48,13 @@ def compile_only(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return partial(kernel.run, grid=grid, warmup=True)
 
 
-def run_steps(device: int, head_dim: int, dtype: torch.dtype, **options: Any) -> None:
+def run_steps(
+    device: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, **options: Any
+) -> None:
     """Launch the kernels for steps of several sizes: a prompt, chunks beside decoding, decoding."""
     driver.set_active(NoGpu(device))  # type: ignore[arg-type]
     backend = TritonAttention(split_tokens(8192))
-    case = Case([700, 40, 1, 64, 600], num_heads=8, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+    case = Case([700, 40, 1, 64, 600], num_heads=8, num_kv_heads=2, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
     pool = case.new_pool(0.0)
     for chunks in (
         [(1, 0, 40)],
@@ -94,6 +96,8 @@ if __name__ == "__main__":
     run_steps(0, 64, torch.float32)
     run_steps(1, 80, torch.float16, window=128, sinks=torch.zeros(8))
     run_steps(1, 256, torch.bfloat16, window=4096, softcap=50.0)
+    for device in (0, 1):
+        run_steps(device, 128, torch.bfloat16, torch.float8_e4m3fn)
     run_parts(0, torch.float32)
     run_parts(1, torch.bfloat16)
     run_products(0, torch.bfloat16)

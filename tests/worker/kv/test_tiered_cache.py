@@ -183,6 +183,29 @@ def test_a_lossy_tier_has_its_own_chain_and_loses_little(codec: str, tiny_model:
     machine.close()
 
 
+@pytest.mark.usefixtures("waits_for_loads", "plain_attention")
+def test_kv_in_fp8_comes_back_byte_for_byte(kind: str, tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    rng = random.Random(11)
+    fields = {"kv_cache_dtype": "fp8", "attention_backend": "triton", "speculate": "off"}
+    engine = Engine(engine_config(tiny_model, num_blocks=NUM_BLOCKS // 4, **fields))  # of float32: four of fp8
+    machine = Machine(engine, create_tiers(tier_config(kind, tmp_path), engine))
+    first = machine.serve(first_prompt := prompt_of(rng, 20))
+    before = cached_kv(engine, first.digests[:20])
+    assert before.dtype is torch.float8_e4m3fn
+    assert before.float().abs().sum() > 0
+    machine.settle()
+    machine.flood(rng)
+    assert engine.pool.count_cached(first.digests) == 0, "the pool was to forget it"
+    again = machine.serve(first_prompt)
+    assert again.num_cached_tokens >= 15 * BLOCK_SIZE
+    assert again.token_ids == first.token_ids
+    loaded = slice(20 - again.num_cached_tokens // BLOCK_SIZE, 20)
+    after = cached_kv(engine, first.digests[:20])[loaded]
+    assert torch.equal(after.view(torch.uint8), before[loaded].view(torch.uint8))
+    machine.close()
+
+
 class Throttled:
     """A machine with one tier of host memory whose speed can be changed."""
 
