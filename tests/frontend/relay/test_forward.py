@@ -213,7 +213,8 @@ async def test_a_failure_before_the_first_byte_goes_elsewhere(
 ) -> None:
     for key, value in trouble.items():
         setattr(fake_a, key, value)
-    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
+    breaker = {"breaker_open_s": 1000.0, "breaker_max_open_s": 1000.0}  # no trial while this runs, however slowly
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), **breaker) as router:
         for _ in range(4):
             assert await answered_by(router, stream=stream) == "b"
         assert fake_a.requests, "it was never tried, which shows nothing"
