@@ -42,6 +42,7 @@ _SHORT = 20  # multiples of the SLO's TTFT: a capacity is too high by about the 
 _SHOWN_CONTEXTS = (1 << 10, 1 << 13, 1 << 16, 1 << 17, 1 << 20)
 
 Engine = Literal["tandem", "vllm", "sglang"]
+KvCacheDtype = Literal["auto", "fp8"]
 Model = Annotated[str, typer.Option(help="Built-in name, hub id, or a folder with a config.json; needs no weights.")]
 GpuName = Annotated[str, typer.Option(help=f"One of {', '.join(GPUS)}. Empty with --from = the server's own.")]
 Trace = Annotated[
@@ -54,6 +55,7 @@ Price = Annotated[float | None, typer.Option(help="Dollars per GPU and hour.", s
 NumGpus = Annotated[int, typer.Option(min=1, max=512, help="GPUs whose shapes are compared, such as one node's.")]
 NumRanks = Annotated[int, typer.Option(min=0, max=64, help="GPUs of each worker; 0 = as few as hold the model.")]
 EngineName = Annotated[Engine, typer.Option(help="Whose KV layout: Tandem's own pool keeps every layer in full.")]
+KvDtype = Annotated[KvCacheDtype, typer.Option(help="Type of KV in the workers' pools; auto = the model's.")]
 HostCache = Annotated[float, typer.Option(min=0, max=1e6, help="GB of host memory for KV in each simulated worker.")]
 NumRequests = Annotated[int, typer.Option(min=50, max=20_000, help="Requests of the trace that are simulated.")]
 FromUrl = Annotated[str, typer.Option("--from", help="A running server: its learned costs calibrate the plan.")]
@@ -96,6 +98,7 @@ def plan(
     gpus: NumGpus = 8,
     tensor_parallel_size: NumRanks = 0,
     engine: EngineName = "vllm",
+    kv_cache_dtype: KvDtype = "auto",
     host_cache_gb: HostCache = 0.0,
     requests: NumRequests = 600,
     from_url: FromUrl = "",
@@ -107,8 +110,8 @@ def plan(
 ) -> int:
     """Plan memory, GPUs and shape for a model and a load, before buying.
 
-    KV and parameters come from the model's config.json, times from data sheets at usual efficiencies, or with --from
-    from what a running server has learned. Shapes are simulated with the product's own placement. Exit code 1 if
+    KV and parameters come from the model's config.json, times from data sheets at efficiencies that were measured, or
+    with --from from what a running server has learned. Shapes are simulated with the product's own placement. Exit code 1 if
     nothing meets the SLO.
 
     [bold]Examples[/bold]
@@ -121,7 +124,7 @@ def plan(
     check_writable(report, json_file)
     if report is not None:
         check_plots()
-    worker, hardware = _worker(model, gpu, tensor_parallel_size, engine, from_url, from_model, api_key)
+    worker, hardware = _worker(model, gpu, tensor_parallel_size, engine, kv_cache_dtype, from_url, from_model, api_key)
     load = _load(trace, requests, seed)
     host_tokens = int(host_cache_gb * 1e9 / worker.kv_bytes(load.mean_tokens) * load.mean_tokens)
     answer = _find(worker, hardware, load, Slo(slo_ttft, slo_itl), rate, gpus, host_tokens, seed)
@@ -164,12 +167,12 @@ def _check_numbers(**values: float) -> None:
             raise ConfigError(f"{name}={value:g} must be greater than 0 and finite{hint}")
 
 
-def read_geometry(model: str) -> Geometry:
+def read_geometry(model: str, kv_cache_dtype: KvCacheDtype = "auto") -> Geometry:
     """The sizes of a model, from its folder's config.json. Raises `ConfigError`."""
     path = Path(os.path.expanduser(model))
     folder = path.resolve() if path.is_dir() else resolve_model(model, needs_weights=False)
     try:
-        return geometry_of(_config_fields(folder, model), model)
+        return geometry_of(_config_fields(folder, model), model, kv_element_bytes=1 if kv_cache_dtype == "fp8" else 0)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
         raise ConfigError(
             f"model={model!r}: a field of its config.json cannot be read ({exc!r}); repair the file"
@@ -204,10 +207,10 @@ def _raw_fields(folder: Path, name: str, error: ConfigError) -> dict[str, Any]:
 
 
 def _worker(
-    model: str, gpu: str, ranks: int, engine: Engine, url: str, from_model: str, api_key: str
+    model: str, gpu: str, ranks: int, engine: Engine, kv: KvCacheDtype, url: str, from_model: str, api_key: str
 ) -> tuple[PlannedWorker, str]:
     """The worker to plan with, and where its figures come from."""
-    geometry, is_own_pool = read_geometry(model), engine == "tandem"
+    geometry, is_own_pool = read_geometry(model, kv), engine == "tandem"
     if not url:
         if not gpu:
             raise ConfigError(f"gpu='' names no accelerator; give --gpu, one of {', '.join(GPUS)}, or --from URL")
@@ -219,14 +222,14 @@ def _worker(
         raise ConfigError(
             f"from={url} serves {learned.model[:80]!r}, not {expected!r}; name that model by --from-model"
         )
-    if not gpu and not from_model:
+    if not gpu and not from_model and kv == "auto":
         return live_worker(learned, geometry, url), f"{learned.kind}, learned from {learned.num_steps:,} steps"
     if not learned.gpu_name:
         raise ConfigError(
             f"from={url} runs on {learned.kind[:60]!r}, whose data sheet is not known, so its costs cannot be scaled; "
-            "leave --gpu and --from-model out to plan for that server"
+            "leave --gpu, --from-model and --kv-cache-dtype out to plan for that server"
         )
-    live_geometry = read_geometry(from_model) if from_model else geometry
+    live_geometry = read_geometry(from_model or model)  # its KV counts as the model's type
     live = plan_worker(live_geometry, GPUS[learned.gpu_name], learned.num_gpus, is_own_pool=is_own_pool)
     gpu = gpu or learned.gpu_name
     planned = plan_worker(geometry, gpu_named(gpu), ranks, is_own_pool=is_own_pool)

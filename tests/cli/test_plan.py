@@ -81,6 +81,13 @@ def test_a_plan_is_printed_and_written(
     assert [row["num_tokens"] for row in found["contexts"]] == [1 << n for n in range(10, 21)]
 
 
+def test_kv_in_fp8_takes_half_the_memory(folder: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for own in ("vllm", "tandem"):
+        flags = (f"--model={folder}", "--gpu=h200", f"--trace={trace}", "--gpus=2", f"--engine={own}")
+        assert plan(*flags, "--kv-cache-dtype=fp8") == 0
+        assert "KV 65,536 B a token" in capsys.readouterr().out
+
+
 def test_a_report_has_its_pictures_inside(folder: Path, trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     report = tmp_path / "plan.html"
