@@ -111,8 +111,8 @@ def plan(
     """Plan memory, GPUs and shape for a model and a load, before buying.
 
     KV and parameters come from the model's config.json, times from data sheets at efficiencies that were measured, or
-    with --from from what a running server has learned. Shapes are simulated with the product's own placement. Exit code 1 if
-    nothing meets the SLO.
+    with --from from what a running server has learned. Shapes are simulated with the product's own placement. Exit code
+    1 if nothing meets the SLO.
 
     [bold]Examples[/bold]
 
