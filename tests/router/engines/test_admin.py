@@ -164,20 +164,20 @@ async def test_an_engine_that_drains_is_asked_before_an_open_circuit(fake_a: Fak
     specs = spec_of(fake_a, "a"), spec_of(fake_b, "b")
     breaker = {"breaker_failures": 1, "breaker_open_s": 3600.0, "breaker_max_open_s": 3600.0}
     async with routing(*specs, admin_token="secret", config=config, **breaker) as router:
-        fake_a.headers_pause.clear()
-        held = asyncio.create_task(router.client.post(COMPLETIONS, json=completion()))
+        fake_a.pause.clear()  # its first stream keeps it from leaving
+        held = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True)))
         await eventually(lambda: bool(fake_a.requests or fake_b.requests))
         if fake_b.requests:  # either may be the first
-            held = asyncio.create_task(router.client.post(COMPLETIONS, json=completion("x y z")))
+            held = asyncio.create_task(router.client.post(COMPLETIONS, json=completion("x y z", stream=True)))
             await eventually(lambda: bool(fake_a.requests))
         assert (await router.client.delete("/v1/engines/a", headers=TOKEN)).status_code == 202
-        fake_a.headers_pause.set()
         fake_b.status, fake_b.error = 500, {"message": "not today"}
         fake_b.requests.clear()
         for _ in range(3):
             answer = await router.client.post(COMPLETIONS, json=completion())
             assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "a")
         assert len(fake_b.requests) == 1
+        fake_a.pause.set()
         assert (await held).status_code == 200
 
 
