@@ -162,7 +162,16 @@ def _wire_codec(config: WorkerConfig, engine: Engine) -> WireCodec | None:
         return None
     if is_spread:
         raise ConfigError("wire_codec='exact' packs the KV of one GPU, and this worker has several; use auto")
-    return WireCodec(kv.shards, codec_for("exact", kv.device), setting)
+    codec = codec_for("exact", kv.device)
+    packed_bytes = codec.encoded_bytes(kv.block_shape, kv.dtype)
+    if packed_bytes < kv.block_bytes:
+        return WireCodec(kv.shards, codec, setting)
+    if setting == "auto":
+        return None
+    raise ConfigError(
+        f"wire_codec='exact' saves nothing: a block of {kv.block_bytes} bytes has {packed_bytes} packed; "
+        "use auto, or raise block_size"
+    )
 
 
 def _kind(engine: Engine) -> str:

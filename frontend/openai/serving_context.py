@@ -60,9 +60,11 @@ class ServingContext:
             text = f"The model '{name[:200]}' does not exist; this server has '{self.backend.model}'."
             raise ModelNotFound(text, param="model")
 
-    async def work_on_text(self, request: Request, work: Callable[[], T], num_bytes: int) -> T:
+    async def work_on_text(
+        self, request: Request, work: Callable[[], T], num_bytes: int, *, is_encoding: bool = True
+    ) -> T:
         """As `frontend.http.text_work.work_on_text`, in this app's threads."""
-        return await work_on_text(request, self.pool, work, num_bytes)
+        return await work_on_text(request, self.pool, work, num_bytes, is_encoding=is_encoding)
 
     async def checked_grammar(self, request: Request, constraint: Constraint) -> str:
         """The constraint's grammar, checked in the turn of the request's tenant. Raises `RequestError`."""

@@ -221,14 +221,18 @@ def backend_of(tokenizer: Tokenizer, reply: str = "hello world", *, run: int = 1
 
 
 def make_app(
-    backend: FakeBackend, registry: CollectorRegistry | None = None, tracing: Tracing | None = None, **config: Any
+    backend: FakeBackend,
+    registry: CollectorRegistry | None = None,
+    tracing: Tracing | None = None,
+    api_keys: ApiKeys | None = None,
+    **config: Any,
 ) -> FastAPI:
     return create_app(
         backend,
         backend.tokenizer,
         RouterConfig(**config),
         registry or CollectorRegistry(),
-        api_keys=ApiKeys(),
+        api_keys=api_keys or ApiKeys(),
         tracing=tracing,
     )
 

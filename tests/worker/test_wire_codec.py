@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.protocol.config import EngineConfig, TransferConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 from tandem.worker.assembly import assemble
-from tests.support.cluster_harness import BLOCK_SIZE, Cluster, Oracle, make_prompt, running_cluster
+from tandem.worker.loop import Worker
+from tests.support.cluster_harness import BLOCK_SIZE, ROUTER_KEYS, Cluster, Oracle, make_prompt, running_cluster
+from tests.support.tiny_llama import save_tiny_model
 
 pytestmark = pytest.mark.cluster
 
@@ -92,6 +95,26 @@ async def test_without_spare_blocks_nothing_is_packed_and_nothing_waits(tiny_mod
             answer = await cluster.generate(prompt, max_tokens=5, ignore_eos=True)
             assert answer.token_ids == oracle.answer(prompt, max_tokens=5, ignore_eos=True)
         await cluster.becomes_idle()
+
+
+def test_blocks_that_are_larger_when_packed_are_not(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "narrow", hidden_size=32)  # heads of 8
+    engine = EngineConfig(model=str(model), dtype="bfloat16", device="cpu", pool_bytes=1 << 20, block_size=1)
+    auto, exact = (
+        WorkerConfig(
+            worker_id="w",
+            role=Role.PREFILL,
+            engine=engine,
+            transfer=TransferConfig(transport="in_process", wire_codec=codec),
+            router_key=ROUTER_KEYS.public,
+        )
+        for codec in ("auto", "exact")
+    )
+    worker = Worker(auto, hub=InProcessHub())
+    assert worker.parts.prefill.writes._wire is None
+    worker.close()
+    with pytest.raises(ConfigError, match=r"saves nothing: a block of .* bytes has .* packed; use auto"):
+        assemble(exact, hub=InProcessHub())
 
 
 def test_exact_is_refused_for_float32(tiny_model: Path) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.openai import chat
 from tandem.router.backend import GenerateRequest
+from tandem.scheduling.admission.key_limits import KeyLimits
 from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, Step, closing
+from tests.support.keys import stored_key
 from tests.support.toy_tokenizer import build_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -167,6 +170,28 @@ async def test_a_role_whose_end_cannot_be_told_counts_with_the_next(tmp_path: Pa
     tokenizer = Tokenizer(build_tokenizer(tmp_path, template))
     messages = [{"role": role, "content": "word"} for role in ("system", "user", "assistant", "user")]
     assert (await by_role(tokenizer, messages)).keys() == {"user"}
+
+
+async def test_a_template_that_writes_less_for_more_messages_counts_no_token_twice(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(build_tokenizer(tmp_path, "{{ messages[-1].content }}"))
+    contents = (("user", "abcd"), ("assistant", ""), ("user", "abcdef"))
+    found = await by_role(tokenizer, [{"role": role, "content": content} for role, content in contents])
+    assert found.keys() == {"user"}
+
+
+async def test_roles_are_charged_as_the_time_that_they_take(tokenizer: Tokenizer) -> None:
+    """Each message renders the conversation once more, but does not count as encoding it."""
+    limits = KeyLimits(tokens_per_minute=60_000)
+    keys = ApiKeys([stored_key("secret", "a", limits=limits)], is_required=True)
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 10} for i in range(190)]
+    backend = FakeBackend(tokenizer)
+    backend.max_model_len = 100_000
+    async with closing(backend, api_keys=keys) as client:
+        client.headers["Authorization"] = "Bearer secret"
+        for _ in range(4):
+            body = {"messages": messages, "usage_by_role": True, "max_tokens": 5}
+            response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200, response.text
 
 
 async def test_roles_are_told_only_on_request_and_of_conversations_that_are_not_too_long(
