@@ -15,6 +15,7 @@ from tandem.worker.assembly import assemble
 from tandem.worker.loop import Worker
 from tests.support.cluster_harness import BLOCK_SIZE, ROUTER_KEYS, Cluster, Oracle, make_prompt, running_cluster
 from tests.support.tiny_llama import save_tiny_model
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.cluster
 
@@ -44,7 +45,8 @@ async def test_packed_pairs_answer_as_one_engine_does(tiny_model: Path, checksum
     async with running_cluster(tiny_model, engine=BFLOAT16, transfer=transfer) as cluster:
         await check_answers(cluster, tiny_model)
         assert 0.05 < saved_share(cluster) < 0.23
-        assert cluster.sample("tandem_link_saved_bytes_total", worker="p", peer="d") > 0
+        # The router knows it from the next heartbeat.
+        await eventually(lambda: cluster.sample("tandem_link_saved_bytes_total", worker="p", peer="d") > 0)
 
 
 async def test_a_fast_link_is_left_alone(tiny_model: Path) -> None:
