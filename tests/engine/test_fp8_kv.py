@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,10 @@ from tandem.engine.loader import load_model
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 from tests.engine.conftest import BuildEngine
+from tests.engine.speculation import test_exactness
 from tests.engine.test_engine import generate, make_prompt
+from tests.engine.test_forced_runs import answers
+from tests.engine.test_structured_output import make_engine
 from tests.engine.test_tensor_parallel import two_ranks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]  # much to interpret
@@ -61,6 +65,27 @@ def test_a_pool_of_one_size_holds_more_blocks(
     assert narrow.block_bytes * ratio == wide.block_bytes
     assert narrow.kv.num_blocks // ratio == wide.kv.num_blocks
     assert narrow.kv.shards[0].nbytes == narrow.kv.num_blocks * narrow.block_bytes
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 12))])
+def test_neither_drafts_nor_preemptions_show(
+    build: BuildEngine, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With plain attention: Triton's interpreter would take minutes for so many steps."""
+    monkeypatch.setattr(ReferenceAttention, "long_context", 128)  # enough for the check at start
+    monkeypatch.setattr(model_check, "make_backend", lambda *_: ReferenceAttention())
+    monkeypatch.setattr(test_exactness, "make_engine", partial(make_engine, **FP8))
+    test_exactness.predicted_requests_and_answers.cache_clear()  # those of other tests are in another type
+    requests, expected = test_exactness.predicted_requests_and_answers(folder, seed)
+    test_exactness.predicted_requests_and_answers.cache_clear()
+    engine = make_engine(folder, **FP8, num_blocks=60, speculate="8")
+    assert engine.kv.dtype is torch.float8_e4m3fn
+    told = answers(engine, requests, random.Random(seed), 0.05)
+    tokens, expected_tokens = ([[fact[0] for fact in facts] for facts in found] for found in (told, expected))
+    assert tokens == expected_tokens  # plain attention rounds as its rows are cut, so log probabilities differ
+    assert engine.speculator is not None
+    assert engine.speculator.num_accepted > 10
+    engine.close()
 
 
 def test_kv_is_named_by_its_type_and_the_one_it_was_computed_in(model_folder: Callable[[str], Path]) -> None:
