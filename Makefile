@@ -29,8 +29,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # The folders that have targets of their own import much.
 ON_EVERY_CORE := -n logical --maxprocesses 4 --ignore=tests/browser --ignore=tests/clients
 
-test: lint types ## lint, types, and the tests of every commit: one starts a real server, which loses a worker
-	$(BIN)/pytest -m "not cluster and not slow and not clients" $(ON_EVERY_CORE) --dist worksteal
+# Types are checked beside the tests: mypy uses one core.
+test: lint ## lint, types, and the tests of every commit: one starts a real server, which loses a worker
+	$(BIN)/mypy & types=$$!; \
+	$(BIN)/pytest -m "not cluster and not slow and not clients" $(ON_EVERY_CORE) --dist worksteal; tests=$$?; \
+	wait $$types && exit $$tests
 
 test-cluster: $(STAMP) ## run the tests with real servers, Ray, workers on threads, or much to compute
 	$(BIN)/pytest -m "cluster and not slow and not clients" $(ON_EVERY_CORE) --dist loadfile --no-loadscope-reorder
