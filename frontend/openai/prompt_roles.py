@@ -44,17 +44,16 @@ def role_spans(
     text = tokenizer.render_chat(list(messages), options)
     ends = tokenizer.token_ends(text, add_special_tokens=add_special_tokens)
     options = options | {"add_generation_prompt": False, "continue_final_message": False}
-    spans, count, start = list[RoleSpan](), 0, 0
+    spans, count = list[RoleSpan](), 0
     for role, run in groupby(roles):
         count += len(list(run))
         part = _rendered(tokenizer, messages[:count], options)
         if part is None or not text.startswith(part):
             continue
         end = bisect_right(ends, len(part))
-        if end >= start:  # some templates write less for more messages
+        if not spans or end >= spans[-1].end:  # some templates write less for more messages
             spans.append(RoleSpan(role, end))
-            start = end
-    if not spans or start < len(ends):
+    if not spans or spans[-1].end < len(ends):
         spans.append(RoleSpan("assistant", len(ends)))
     return spans
 
